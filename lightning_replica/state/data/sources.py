@@ -39,8 +39,8 @@ from lightning_replica.core.inexact import Report, Scope, say_nothing, warn
 from lightning_replica.core.user_code import UserCode, is_users_class
 from lightning_replica.state.code_variables import variables_of
 from lightning_replica.state.objects.capture import Anchors, Root
-from lightning_replica.state.objects.kinds import slots_of
-from lightning_replica.state.objects.tracked import MIRRORED, Limits, Taken, Tracked, changed_between
+from lightning_replica.state.objects.kinds import keeps_something, slots_of
+from lightning_replica.state.objects.tracked import LEFT_OUT, MIRRORED, Limits, Taken, Tracked, changed_between
 
 _LIMITS: Final = MIRRORED._replace(
     why="it is too large to be kept with the position of its loader, and goes back to what it held in the beginning",
@@ -110,10 +110,21 @@ class Sources:
         self._loaded: Taken | None = None
         if self._roots:
             self._tracked.begin(self._roots, self._anchors)
-        self._owners = list(self._owners_among(training.owners))
+        self._owners = [*self._owners_among(training.owners), *self._variables_of_owners()]
+        # What loading has changed held this before. A state of that time does not have it.
+        self._initial: list[Any] = []
         self._owners_tracked = Tracked(say_nothing, copied_bytes=_COPIED_BYTES)
         if self._owners:
             self._roots = [*roots, *map(self._with_changed, self._owners)]
+
+    def _variables_of_owners(self) -> Iterable[Root]:
+        """Return the variables that the code of the sources uses: a generator of its module, a counter of its class."""
+        return (root for root in self._variables_used() if _may_change(root))
+
+    def _variables_used(self) -> Iterator[Root]:
+        if self._found:
+            classes = filter(is_users_class, self._tracked.classes)
+            yield from variables_of(UserCode([root.value for root in self._own_roots], classes, self._functions))
 
     def _owners_among(self, owners: Sequence[Root]) -> Iterator[Root]:
         """Yield the owners that the sources refer to. Who has a module may have found others through it."""
@@ -133,7 +144,9 @@ class Sources:
         yield
         found = changed_between(before, self._owners_tracked.take(self._owners, self._anchors))
         known = self.changed_by_loading
-        if any(not names <= known.get(owner, frozenset()) for owner, names in found.items()):
+        new = {owner: names - known.get(owner, frozenset()) for owner, names in found.items()}
+        if any(new.values()):
+            self._initial += self._owners_tracked.encoded(replace(before, changed=new))
             self.changed_by_loading = {
                 owner: known.get(owner, frozenset()) | found.get(owner, frozenset()) for owner in {*known, *found}
             }
@@ -176,8 +189,13 @@ class Sources:
     def put(self, state: bytes | None) -> None:
         """Restore what `state` returned."""
         if state is not None and self._roots:
+            sent = plain.unpack(state, placed=True)
+            has = {(owner, name) for owner, pairs in sent if owner != LEFT_OUT for name, _ in pairs}
+            initial = [
+                [owner, [pair for pair in pairs if (owner, pair[0]) not in has]] for owner, pairs in self._initial
+            ]
             self._tracked.return_to_beginning()
-            self._tracked.put_sent(self._roots, self._anchored, plain.unpack(state, placed=True))
+            self._tracked.put_sent(self._roots, self._anchored, [*initial, *sent])
 
     def are(self, objects: Iterable[Any]) -> bool:
         """Return whether other objects, which were found later, are the same ones."""
@@ -207,12 +225,13 @@ class Copied(Sources):
             self._roots = [*self._own_roots, *self._owners]
             self._tracked.begin(self._roots, self._anchors)
         self._in_worker, self._variables = self._tracked, Tracked(self._report, copied_bytes=_COPIED_BYTES)
-        classes = filter(is_users_class, self._tracked.classes)
-        code = UserCode([root.value for root in self._roots], classes, self._functions)
-        self._variable_roots = list(variables_of(code)) if self._found else []
+        self._variable_roots = list(self._variables_used())
         self._variables.begin(self._variable_roots, self._anchors)
         self._leave_shared_memory()
         self._sent: tuple[Any, bytes | None] = (), None
+
+    def _variables_of_owners(self) -> Iterable[Root]:
+        return ()  # workers have variables of their own
 
     def _leave_shared_memory(self) -> None:
         """Keep workers from what all processes share: what one of them restored would change it for the others."""
@@ -306,6 +325,14 @@ class _Report:
         elif found not in self._known:
             self._known.add(found)
             self.kept.append(found)
+
+
+def _may_change(root: Root) -> bool:
+    """Return whether one of the variables is more than a function or a class, which loading seldom exchanges."""
+    values = [value for name, value in vars(root.value).items() if root.follows(name)]
+    return any(
+        keeps_something(each) if type(each) is FunctionType else not issubclass(type(each), type) for each in values
+    )
 
 
 def _is_shared(value: Any) -> bool:
