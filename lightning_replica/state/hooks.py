@@ -7,6 +7,7 @@ replacement lacks, `names_of` tells the names.
 
 import functools
 import operator
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -18,10 +19,8 @@ from lightning_replica._compat.torch import GLOBAL_HOOKS, registered_hooks
 from lightning_replica._compat.tree import Tree
 
 _TABLES: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OF_MODULES: Final = (
-    *_TABLES,
-    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-)
+_SETTINGS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_OF_MODULES: Final = (*_TABLES, *_SETTINGS)
 _OF_TENSORS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _tables_of_module = operator.itemgetter(*_OF_MODULES)
 _NOT_USERS: Final = ("lightning_replica.", "torch.")
@@ -80,7 +79,7 @@ class Hooks:
         return all((getattr(owner, name) or {}).keys() == entries.keys() for owner, name, entries in self.tables)
 
 
-def _filled(tree: Tree, tensors: Iterable[Tensor]) -> Iterator[tuple[Any, str, Table]]:
+def _filled(tree: Tree, tensors: Iterable[Tensor] = ()) -> Iterator[tuple[Any, str, Table]]:
     """Yield the tables that have entries. Of 3000 modules, most have none."""
     for module in tree.modules:
         for name, table in zip(_OF_MODULES, _tables_of_module(vars(module)), strict=True):
@@ -98,6 +97,39 @@ def _filled(tree: Tree, tensors: Iterable[Tensor]) -> Iterator[tuple[Any, str, T
 def _of_users(tables: Iterable[tuple[Any, str, Table]]) -> set[int]:
     """Return the numbers of the user's hooks. Some tables hold settings of hooks, by the same numbers."""
     return {number for *_, table in tables for number, hook in table.items() if _is_users(hook)}
+
+
+class HookObjects:
+    """The user's hooks as attributes of an object: they may be objects with a state, or functions that enclose one.
+
+    Attributes:
+        holder: What has the attributes, which are named after the owner of the hook and its place there.
+    """
+
+    def __init__(self) -> None:
+        self.holder = types.SimpleNamespace()
+        self._registered = -1
+
+    def look(self, module: nn.Module, tree: Tree) -> None:
+        """Make the holder have the hooks of a module, of its parts and of all modules, if there are new ones."""
+        registered = registered_hooks()
+        if registered == self._registered:
+            return
+        self._registered = registered
+        found = [
+            (owner, table, [*filter(_is_users, hooks.values())])
+            for owner, table, hooks in _filled(tree)
+            if table not in _SETTINGS
+        ]
+        former = [*vars(self.holder).values()]
+        now = [hook for *_, hooks in found for hook in hooks]
+        if len(now) == len(former) and all(map(operator.is_, now, former)):
+            return
+        names = {id(each): name for name, each in (*module.named_modules(), *module.named_parameters())}
+        vars(self.holder).clear()
+        for owner, table, hooks in found:
+            name = names.get(id(owner)) or ("the module" if owner is module else "all modules")
+            vars(self.holder).update({f"{name} {table} {place}": hook for place, hook in enumerate(hooks)})
 
 
 def names_of(module: nn.Module, tensors: Iterable[tuple[str, Tensor]] = ()) -> dict[str, str]:

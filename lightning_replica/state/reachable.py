@@ -11,11 +11,9 @@ reported by name, and a replacement takes a peer's. What has not changed, the sc
 A tensor with a graph is restored without its graph. A graph that leads from one step into the next is not restored.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -34,7 +32,7 @@ from lightning_replica.state.code_variables import CLASS, GLOBALS, Environment, 
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
 from lightning_replica.state.data.sources import TrainingObjects, sources_of
-from lightning_replica.state.hooks import names_of
+from lightning_replica.state.hooks import HookObjects, names_of
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root, leads_of
 from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.signature import Signature, differences, signature_of
@@ -62,7 +60,6 @@ GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take
 _HOOKS: Final = "hooks of "
 SAVED_HOOKS: Final = "hooks"  # no root is called so
 _NO_STATE: Final = (Accelerator,)  # it stands for devices, which no rollback moves
-_FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)
 _FUNCTIONS_OF_TORCH: Final = ("lr_lambdas",)  # attributes of schedulers
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
@@ -82,6 +79,7 @@ class Reachable:
         self._loaders: list[ExactLoader] = []
         self._roots: list[Root] = []
         self._variables = _Variables(report)
+        self._hooks = HookObjects()
         self._anchors = Anchors({})
         self._marked: list[int] = []
         self._sizes: list[int] = []
@@ -93,9 +91,11 @@ class Reachable:
         self._tracked = Tracked(report, all_changed=loads)
         self._look(Tree.of(module))
         self._tracked.begin(self._roots, self._anchors)
-        if self._variables.learn(self._tracked.classes):  # the code of these objects may lead to more variables
-            self._tree = None
-            self._look(Tree.of(module))
+        known = _names_of(self._roots)
+        self._variables.learn(self._tracked.classes, self._tracked.functions)
+        self._tree = None
+        self._look(Tree.of(module))
+        if _names_of(self._roots) != known:  # the code of these objects and functions leads to more variables
             self._tracked.begin(self._roots, self._anchors)
 
     def _look(self, tree: Tree) -> None:
@@ -104,12 +104,16 @@ class Reachable:
         marked = [id(each) for each in (*tree.parameters, *tree.buffers.values()) if each.__dict__ and _is_marked(each)]
         of_rank = [watch.of_rank() for _, _, watch in _watched(self._trainer)]
         self._report_both()
+        self._hooks.look(self._trainer.lightning_module, tree)
         seen = [loaders, marked, sizes, of_rank]
         if tree is not self._tree or seen != [self._loaders, self._marked, self._sizes, self._of_rank]:
             self._tree = tree
             self._loaders, self._marked, self._sizes, self._of_rank = loaders, marked, sizes, of_rank
-            self._roots = [*_roots(self._trainer, tree), *self._variables.of(self._trainer, tree)]
+            self._roots = [*_roots(self._trainer, tree), *self._roots_beside(tree)]
             self._anchors = anchors_of(self._trainer)
+
+    def _roots_beside(self, tree: Tree) -> list[Root]:
+        return [Root(self._hooks.holder, "hook"), *self._variables.of(self._trainer, tree)]
 
     def _report_both(self) -> None:
         for name, _, watch in _watched(self._trainer):
@@ -164,7 +168,7 @@ class Reachable:
         for name, _, watch in _watched(self._trainer):
             watch.add(attribute for root, pairs in sent if root == name for attribute, _ in pairs)
         tree = Tree.of(self._trainer.lightning_module)
-        roots = (*_roots(self._trainer, tree, all_tensors=True), *self._variables.of(self._trainer, tree))
+        roots = (*_roots(self._trainer, tree, all_tensors=True), *self._roots_beside(tree))
         self._variables.environment.look()
         self._tracked.put_sent(roots, _anchored(self._trainer), sent)
         self._variables.environment.put()
@@ -245,7 +249,7 @@ class Survey:
 
     def functions(self) -> Iterator[Any]:
         """Yield the functions that objects hold."""
-        return (child for _, child in self.capture.children() if issubclass(type(child), _FUNCTIONS))
+        return self.capture.functions()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors that have no other name, with their names."""
@@ -282,25 +286,34 @@ class _Variables:
         self._report = report
         self._classes: dict[type, None] = {}
         self._learnt: list[type] = []
+        self._functions: list[Any] = []
+        self._known: Any = None
         self._roots: list[Root] = []
         self.environment = Environment()
 
-    def learn(self, classes: Iterable[type]) -> bool:
-        """Follow the code of further classes, too. Return whether there is any of the user's that is not known yet."""
+    def learn(self, classes: Iterable[type], functions: Iterable[Any]) -> None:
+        """Follow the code of further classes and functions, too."""
         self._learnt = [cls for cls in filter(is_users_class, classes) if cls not in self._classes]
-        return bool(self._learnt)
+        self._functions = list({id(each): each for each in functions}.values())
 
     def of(self, trainer: pl.Trainer, tree: Tree) -> list[Root]:
         """Return where the walk over them begins."""
         objects = _objects_of(trainer)
         owners = (*tree.modules, *objects, *trainer.optimizers)
         classes = dict.fromkeys((*map(type, owners), *self._learnt))  # in the same order in every process of a job
-        if classes != self._classes:
-            code = UserCode(objects, classes, without=_NO_STATE)
+        known = classes, [*map(id, self._functions)]
+        if known != self._known:
+            code = UserCode(objects, classes, self._functions, without=_NO_STATE)
+            self._known = known
             self._classes, self._roots = classes, [*variables_of(code), *self.environment.of(code)]
             if code.problem:
                 self._report("variables of your code", f"{code.problem}, so what changes in some does not go back")
         return self._roots
+
+
+def _names_of(roots: Iterable[Root]) -> list[Any]:
+    """Return what is followed."""
+    return [(root.name, root.only) for root in roots]
 
 
 def _objects_of(trainer: pl.Trainer) -> list[Any]:

@@ -13,6 +13,7 @@ A container that is refilled while training (a list of losses, a cache of sample
 and only its new items are recorded. Its items are compared in turn, too: most are never written to again.
 """
 
+import functools
 import gc
 import operator
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
-from types import FunctionType, GeneratorType
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ _COUNTED: Final = 10_000  # tensors in large containers; to ask them all for the
 _WITH_MORE: Final = (
     *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR, Kind.REBUILT),
 )
+_FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)
 _ALL: Final = 200_000  # objects that are watched
 _PICKLED_EACH: Final = 256  # windows: to pickle an object takes long
 _IN_TURN: Final = 256  # of the objects in large containers, in one window; a container counts for its size
@@ -197,6 +199,10 @@ class Capture:
         if not isinstance(record, Attributes):
             raise TypeError(f"{root.name} is no root of this capture.")
         return record
+
+    def functions(self) -> Iterator[Any]:
+        """Yield the functions that objects hold."""
+        return (child for _, child in self.children() if issubclass(type(child), _FUNCTIONS))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, with names."""

@@ -108,6 +108,12 @@ class Tracked:
         held = (child for _, child in self._first.children() if issubclass(type(child), type))
         return dict.fromkeys((*(type(record.value) for record in self._first.records.values()), *held))
 
+    @property
+    def functions(self) -> Iterator[Any]:
+        """The functions that objects held in the beginning."""
+        if self._first is not None:
+            yield from self._first.functions()
+
     def values(self) -> Iterator[Any]:
         """Yield all objects, tensors and arrays that were reachable in the beginning."""
         if self._first is not None:
