@@ -69,6 +69,7 @@ from lightning_replica.state.objects.records import (
     Wrapper,
     leads_on,
     mapping_of,
+    more_of,
     wake_waiting,
 )
 from lightning_replica.state.objects.shared_memory import address_of
@@ -78,7 +79,8 @@ _FEW: Final = 256  # items of a container that is refilled; likewise
 _COUNTED: Final = 10_000  # tensors in large containers; to ask them all for their counters takes 2 ms
 # Of these, a class of the user's may add attributes.
 _WITH_MORE: Final = (
-    *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR, Kind.REBUILT),
+    *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.MEMORY, Kind.STREAM, Kind.GENERATOR),
+    Kind.REBUILT,
 )
 _FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)
 _ALL: Final = 200_000  # objects that are watched
@@ -524,10 +526,8 @@ class Recorder:
         elif kind is Kind.ARRAY and is_content(value):
             if not self._anchors.has_memory_of(value):
                 yield from self._reach_content(name, value, reached, inside)
-            if getattr(value, "__dict__", None):  # of a class of its own, as a masked one
-                yield ~key, Attributes(value, name)
-            elif slots_of(type(value)):
-                yield ~key, Slots(value, name)
+            if (more := more_of(value, name)) is not None:  # of a class of its own, as a masked one
+                yield ~key, more
         elif kind is Kind.OBJECT:
             if hasattr(value, "__dict__"):
                 yield id(value), Attributes(value, name)
@@ -552,10 +552,8 @@ class Recorder:
                 yield key, record
             if isinstance(record, Rebuilt) and derives_attributes(type(value)):
                 return
-            if kind in _WITH_MORE and hasattr(value, "__dict__"):  # of the user's class
-                yield ~key, Attributes(value, name)
-            elif kind in _WITH_MORE and slots_of(type(value)):
-                yield ~key, Slots(value, name)
+            if kind in _WITH_MORE and (more := more_of(value, name)) is not None:  # of the user's class
+                yield ~key, more
 
     def _in_parts(self, name: str, value: Any) -> Rebuilt | None:
         """Return what an object in C consists of; None if it does not say, or did not before."""
@@ -570,7 +568,7 @@ class Recorder:
     ) -> Iterable[tuple[int, Record]]:
         has_gradient = value.requires_grad and value.is_leaf
         if vars(value) or has_gradient or type(value) not in (Tensor, nn.Parameter):
-            yield ~id(value), Attributes(value, name)
+            yield ~id(value), more_of(value, name) or Attributes(value, name)
         if not is_content(value):
             flattens = hasattr(value, "__tensor_flatten__")
             yield id(value), Wrapper(value, name) if flattens else Unknown(value, name)

@@ -248,6 +248,35 @@ class Slots(Record):
                 slot_of(self.value, name).__set__(self.value, then)  # a frozen dataclass has no other way
 
 
+class AttributesAndSlots(Slots):
+    """Both, of an object that has its content in C."""
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.attributes = Attributes(value, name)
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        yield from self.attributes.children()
+        yield from super().children()
+
+    def is_same(self) -> bool:
+        return self.attributes.is_same() and super().is_same()
+
+    def put_back(self, stands: Stands) -> None:
+        self.attributes.put_back(stands)
+        super().put_back(stands)
+
+
+def more_of(value: Any, name: str) -> Record | None:
+    """Return a record of what an object has beside its content; None if its class gives it nothing."""
+    has_slots = bool(slots_of(type(value)))
+    if hasattr(value, "__dict__"):
+        return AttributesAndSlots(value, name) if has_slots else Attributes(value, name)
+    return Slots(value, name) if has_slots else None
+
+
 def slot_of(value: Any, name: str) -> Any:
     """Return what the class of an object has under a name, as the descriptor of a slot; None if it has nothing."""
     return next((vars(base)[name] for base in type(value).__mro__ if name in vars(base)), None)
