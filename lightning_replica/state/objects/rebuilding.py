@@ -18,6 +18,7 @@ from lightning_replica.state.objects.contents import is_content, plain_of, same_
 _PROTOCOL: Final = 4
 _LARGE_BYTES: Final = 4096  # texts and bytes that an object makes anew each time it is asked, twice a step
 _DEEP: Final = 8  # containers in containers
+_LONG: Final = 40  # characters of a key in a name
 _CONTAINERS: Final = (tuple, list, dict)
 
 
@@ -144,10 +145,21 @@ def rebuilt(function: Callable[..., Any], arguments: Sequence[Any], state: Any) 
     return made
 
 
+def label(place: int, key: Any) -> str:
+    """Return a name for an entry of a dict that no other entry has, and that other processes give to it, too.
+
+    Objects are named after their place: their text may contain an address, or be that of another one.
+    """
+    text = short(key)
+    if not all(type(each) in ATOMS for each in (key if type(key) is tuple else (key,))):
+        return f"a {type(key).__name__} #{place}"
+    return text if len(text) < _LONG else f"{text} #{place}"
+
+
 def short(key: Any) -> str:
     """Return a key of the user's as text, for names."""
     try:
         text = repr(key)
     except Exception:  # of the user's class
         text = f"a {type(key).__name__}"
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."

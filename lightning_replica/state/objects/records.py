@@ -44,6 +44,7 @@ from lightning_replica.state.objects.rebuilding import (
     Parts,
     are_alike,
     has_parts,
+    label,
     leaves_of,
     move_back,
     parts_of,
@@ -422,19 +423,19 @@ class Entries(Record):
         return value.default_factory if isinstance(value, defaultdict) else None
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        values = ((f"[{short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
+        values = ((f"[{label(*key)}]", value) for key, value in zip(enumerate(self.keys), self.items, strict=True))
         return itertools.chain(values, self._key_children(frozenset()), self._factory_child())
 
     def _factory_child(self) -> Iterable[tuple[str, Any]]:
         return () if self.factory is None else ((".default_factory", self.factory),)
 
     def _key_children(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
-        keys = (key for key in self.keys if type(key) not in ATOMS and id(key) not in known)
-        return ((f"[key {short(key)}]", key) for key in keys)
+        keys = (each for each in enumerate(self.keys) if type(each[1]) not in ATOMS and id(each[1]) not in known)
+        return ((f"[key {label(*each)}]", each[1]) for each in keys)
 
     def leading(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
-        pairs = zip(self.keys, self.items, strict=True)
-        values = ((f"[{short(key)}]", value) for key, value in pairs if id(value) not in known and leads_on(value))
+        pairs = zip(enumerate(self.keys), self.items, strict=True)
+        values = ((f"[{label(*key)}]", value) for key, value in pairs if id(value) not in known and leads_on(value))
         factory = self._factory_child() if id(self.factory) not in known else ()
         return itertools.chain(values, self._key_children(known), factory)
 
@@ -446,8 +447,8 @@ class Entries(Record):
             return None
         if not _begins_with(self.items, before.items) or not all(type(key) in ATOMS for key in self.keys[count:]):
             return None
-        new = zip(self.keys[count:], self.items[count:], strict=True)
-        return [(f"[{short(key)}]", value) for key, value in new if leads_on(value)]
+        new = zip(enumerate(self.keys[count:], count), self.items[count:], strict=True)
+        return [(f"[{label(*key)}]", value) for key, value in new if leads_on(value)]
 
     def referred(self) -> Iterable[Any]:
         return [*self.items, *self.keys, *(child for _, child in self._factory_child())]
