@@ -18,6 +18,7 @@ import decimal
 import enum
 import fractions
 import functools
+import hashlib
 import io
 import re
 import sys
@@ -691,13 +692,14 @@ class Decoder:
     def _function(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         title, source, sent = content
         made = current if current is not MISSING and title_of(current) == title else _function_named(source)
-        if title == _PARTIAL and made is None:
+        if _qualname_in(title) == _PARTIAL and made is None:
             made = functools.partial(_nothing)
         if made is None and [part for part, _ in sent] == [BOUND_TO]:  # a method written in C, as that of a list
-            made = getattr(self._decode(sent[0][1], MISSING, name + BOUND_TO), title.rpartition(".")[2], None)
+            owner = self._decode(sent[0][1], MISSING, name + BOUND_TO)
+            made = getattr(owner, _qualname_in(title).rpartition(".")[2], None)
             return made if isinstance(made, IN_C) else current
         if made is None:
-            self._lacks(name, f"the function {title} cannot be sent to a replacement")
+            self._lacks(name, f"the function {_qualname_in(title)} cannot be sent to a replacement")
             return current
         self._keep(number, made)
         now = dict(closure_of(made))
@@ -731,7 +733,7 @@ class Decoder:
     def _cache(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         title, wrapped, pairs, sent_calls, sent = content
         if not isinstance(current, CACHE) or title_of(current) != title:
-            self._lacks(name, f"the function {title} cannot be sent to a replacement")
+            self._lacks(name, f"the function {_qualname_in(title)} cannot be sent to a replacement")
             return current
         self._keep(number, current)
         self._decode(wrapped, getattr(current, "__wrapped__", MISSING), f"{name}.__wrapped__")
@@ -1073,8 +1075,32 @@ def _member_named(cls: str, name: str) -> Any:
 
 
 def title_of(function: Any) -> str:
-    """Return the name by which a function is known."""
-    return str(getattr(function, "__qualname__", describe(function)))
+    """Return what tells a function from others, in every process: its module and its name, and a digest of its code.
+
+    Two lambdas of one line have the same name, as have two functions that one function has made.
+    """
+    inner = getattr(function, "__func__", function)
+    code = getattr(inner, "__code__", None)
+    name = f"{getattr(inner, '__module__', None) or ''}:{getattr(inner, '__qualname__', describe(inner))}"
+    return name if code is None else f"{name}:{_digest_of(code)}"
+
+
+@functools.lru_cache(maxsize=10_000)
+def _digest_of(code: types.CodeType) -> str:
+    """Return a digest of what code does; a set among its constants has another order in each process."""
+    constants = [
+        _digest_of(each)
+        if isinstance(each, types.CodeType)
+        else repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each)
+        for each in code.co_consts
+    ]
+    parts = (code.co_code, repr((code.co_names, code.co_varnames, code.co_freevars, constants)).encode())
+    return hashlib.blake2s(b"".join(parts), digest_size=6).hexdigest()
+
+
+def _qualname_in(title: str) -> str:
+    """Return the name in what `title_of` has returned."""
+    return title.split(":")[1]
 
 
 def _class_of(value: Any) -> str:
