@@ -236,6 +236,19 @@ class Encoder:
         # A list, a tensor or an array with attributes, or an array of a class of its own.
         return ["with", identity, _class_of(value), sent, self._pairs([attributes], name, depth)]
 
+    def _encode_key(self, key: Any, name: str, depth: int) -> Any:
+        """Return a key of a dict or a member of a set; if it is the ``id`` of an object, which one that is."""
+        if type(key) is not int or key <= 0:
+            return self._encode(key, name, depth)
+        if key in self._anchors.names:
+            return ["id", ["@", self._anchors.names[key]]]
+        found = self._capture.records[key].value if key in self._capture.records else self._tensors.get(key, MISSING)
+        return key if found is MISSING else ["id", self._encode(found, name, depth)]
+
+    @functools.cached_property
+    def _tensors(self) -> Mapping[int, Any]:
+        return {id(held.value): held.value for held, _ in self._capture.copies}
+
     def _identity(self, value: Any, kind: Kind) -> list[Any]:
         """Return the number of an object, and its name when training began: None if it is new, "" if unknown."""
         key = id(value)
@@ -389,7 +402,7 @@ class Encoder:
             if divided is not None:
                 sent = ["segmented dict", identity, _class_of(value), self._parts(record, divided, name, depth)]
             else:
-                keys = [self._encode(key, name, depth + 1) for key in record.keys]
+                keys = [self._encode_key(key, name, depth + 1) for key in record.keys]
                 sent = ["dict", identity, _class_of(value), keys, all_of(record.items)]
             if isinstance(value, collections.defaultdict):
                 sent.append(self._encode(record.factory, f"{name}.default_factory", depth + 1))
@@ -410,7 +423,8 @@ class Encoder:
                 maxlen,
             ]
         if isinstance(record, Members):
-            return ["set", identity, _class_of(value), all_of(record.members), record.length, record.pops]
+            members = [self._encode_key(each, f"{name}[{n}]", depth + 1) for n, each in enumerate(record.members)]
+            return ["set", identity, _class_of(value), members, record.length, record.pops]
         if isinstance(record, Randomness):
             bits = [self._encode(each, name + child, depth + 1) for child, each in record.children()]
             return ["random", identity, _state_to_plain(record.state), *bits]
@@ -551,6 +565,8 @@ class Decoder:
             if current is MISSING or [describe(current), repr(current)] != rest:
                 self._lacks(name, f"{rest[1]} cannot be sent to a replacement")
             return current
+        if kind == "id":
+            return id(self._decode(rest[0], MISSING, name))
         if kind == "weak":
             return self._weak(rest[0], current, name)
         if kind == "beside":
