@@ -102,9 +102,22 @@ def _not_state_of(cls: type) -> frozenset[str]:
     of_class = (
         name
         for name, value in vars(cls).items()
-        if is_special(name) or not _is_state(value) or (is_enumeration and name.startswith("_") and name.endswith("_"))
+        if is_special(name)
+        or _is_method_of_python(name, value)
+        or not _is_state(value)
+        or (is_enumeration and name.startswith("_") and name.endswith("_"))
     )
     return frozenset((*members, *of_class))
+
+
+def _is_method_of_python(name: str, value: Any) -> bool:
+    """Return whether Python calls a method by itself, as ``__init__``, and it keeps nothing: nobody exchanges it."""
+    return (
+        name.startswith("__")
+        and name.endswith("__")
+        and not (type(value) is types.FunctionType and keeps_something(value))
+        and callable(value)
+    )
 
 
 def _is_state(value: Any) -> bool:

@@ -76,14 +76,11 @@ class Reachable:
     def __init__(self, trainer: pl.Trainer, report: Report) -> None:
         self._trainer, self._report = trainer, report
         self._tree: Tree | None = None
-        self._loaders: list[ExactLoader] = []
+        self._seen: list[Any] = []
         self._roots: list[Root] = []
         self._variables = _Variables(report)
         self._hooks = HookObjects()
         self._anchors = Anchors({})
-        self._marked: list[int] = []
-        self._sizes: list[int] = []
-        self._of_rank: list[tuple[str, ...]] = []
         self._saved_hooks: dict[str, str] | None = None
         module = trainer.lightning_module
         # A replacement loads no checkpoint, so what a checkpoint may have set counts as changed.
@@ -105,10 +102,10 @@ class Reachable:
         of_rank = [watch.of_rank() for _, _, watch in _watched(self._trainer)]
         self._report_both()
         self._hooks.look(self._trainer.lightning_module, tree)
-        seen = [loaders, marked, sizes, of_rank]
-        if tree is not self._tree or seen != [self._loaders, self._marked, self._sizes, self._of_rank]:
-            self._tree = tree
-            self._loaders, self._marked, self._sizes, self._of_rank = loaders, marked, sizes, of_rank
+        schedulers = [id(config.scheduler) for config in self._trainer.lr_scheduler_configs]
+        seen = [loaders, marked, sizes, of_rank, schedulers]
+        if tree is not self._tree or seen != self._seen:
+            self._tree, self._seen = tree, seen
             self._roots = [*_roots(self._trainer, tree), *self._roots_beside(tree)]
             self._anchors = anchors_of(self._trainer)
 

@@ -348,10 +348,10 @@ def test_a_last_checkpoint_has_rank_0s(hooks: bool, rank: int, point: str, ddp: 
     outcome = world.run(case, tmp_path, max_restarts=0, target=train)
     assert outcome.code == GASP_WRITTEN, outcome.logs
     wanted, _ = ddp(hooks, 1)
-    after = "before the update 0 3" if hooks else "after training step 3 0 3"
-    assert {of_checkpoint(tmp_path, hooks)} == wanted[0][
-        "before training step 3 0 3" if point == "reduction" else after
-    ]
+    update = "before the update 0 {}" if hooks else "after training step {0} 0 {0}"
+    # Where rank 0 had not begun the batch yet, it ends in the tail of the one before, which a resumed run does again.
+    places = ("before training step 3 0 3", update.format(2)) if point == "reduction" else (update.format(3),)
+    assert of_checkpoint(tmp_path, hooks) in set().union(*(wanted[0][place] for place in places))
 
 
 def validated(out: Path) -> list[L.Callback]:

@@ -89,17 +89,24 @@ NOT_MIRRORED = {
 
 @pytest.mark.parametrize("state", NOT_MIRRORED.values(), ids=NOT_MIRRORED)
 def test_what_is_large_or_not_plain_is_not_mirrored(state: Any) -> None:
-    counts = Counts()
-    counts.state = state
     inexact = Inexact()
-    states = CallbackStates(inexact.report)
-    taken = states.take({counts.state_key: counts})
-    assert states.packed == []
+    states = States("callback", inexact.report)
+    taken = states.take("Counts", EarlyStopping("loss"), state)
+    assert states.packed("Counts") == b""
     assert {name: finding.scope for name, finding in inexact.known.items()} == {
         "the state of callback Counts": "unknown"
     }
-    assert list(taken["Counts"]["state"]) == list(state)  # but in the snapshot, whole
-    assert states.take({counts.state_key: counts})["Counts"]["state"] is not state
+    assert list(taken) == list(state)  # but in the snapshot, whole
+    assert taken is not state
+
+
+@pytest.mark.parametrize("state", NOT_MIRRORED.values(), ids=NOT_MIRRORED)
+def test_what_the_users_callbacks_refer_to_is_recorded_elsewhere(state: Any) -> None:
+    counts, inexact = Counts(), Inexact()
+    counts.state = state
+    states = CallbackStates(inexact.report)
+    assert states.take({counts.state_key: counts}) == {"Counts": None}
+    assert (states.packed, inexact.known) == ([], {})
 
 
 def test_a_callback_with_a_model_is_not_mirrored() -> None:

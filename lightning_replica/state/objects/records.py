@@ -112,6 +112,23 @@ class Record:
         return type(self)(self.value, self.name)
 
 
+_OF_PYTHON: Final = frozenset(
+    (
+        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__hash__", "__bases__"),
+        *(
+            "__annotations__",
+            "__annotate__",
+            "__annotate_func__",
+            "__annotations_cache__",
+            "__conditional_annotations__",
+        ),
+        *("__orig_bases__", "__parameters__", "__type_params__", "__abstractmethods__", "__firstlineno__"),
+        *("__static_attributes__", "__match_args__", "__dataclass_fields__", "__dataclass_params__", "__classcell__"),
+        *("__class_getitem__", "__protocol_attrs__", "__non_callable_proto_members__", "__attrs_attrs__"),
+    )
+)
+
+
 class Attributes(Record):
     """The attributes of an object.
 
@@ -208,7 +225,7 @@ def _of_metaclass(owner: type, method: str) -> Any:
 
 def is_special(name: str) -> bool:
     """Return whether Python itself sets an attribute of a class."""
-    return (name.startswith("__") and name.endswith("__")) or name.startswith("_abc_")
+    return name in _OF_PYTHON or name.startswith("_abc_")
 
 
 def delete_attribute(owner: Any, name: str) -> None:
