@@ -4,6 +4,7 @@ It prints a line of JSON for each: what the state was, what it was after a recov
 both.
 """
 
+import ctypes
 import functools
 import itertools
 import json
@@ -11,6 +12,8 @@ import os
 import random
 import sys
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -503,8 +506,154 @@ class OwnCombinedLoader(Kind):
         return self.drawn
 
 
+_NOISE = np.random.default_rng(0)
+
+
+def _augment() -> float:
+    return float(_NOISE.random())
+
+
+class GivenFunction(Kind):
+    """A function that the script hands over draws from a generator of its file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function, self.drawn = globals()["_augment"], 0.0
+
+    def change(self) -> None:
+        self.drawn = self.function()
+
+    def look(self) -> Any:
+        return self.drawn
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+
+
+class StateOfHooks(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line.register_forward_hook(_Counts())
+        self.line.weight.register_hook(_Counts())
+
+    def change(self) -> None:
+        self.line(torch.ones(1, 2)).sum().backward()
+
+    def look(self) -> Any:
+        hooks: Any = [*self.line._forward_hooks.values(), *(self.line.weight._backward_hooks or {}).values()]
+        return [hook.calls for hook in hooks]
+
+
+class ObjectsAsKeys(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks = [Cold(), Cold()]
+        self.counts = dict.fromkeys(self.tasks, 0)
+        self.by_id = {id(each): 0 for each in self.tasks}
+        self.seen = {f"encoder.layers.attention.of.a.long.name.{place}": [Cold()] for place in range(2)}
+        self.last: Any = None
+
+    def change(self) -> None:
+        for each in self.tasks:
+            self.counts[each] += 1
+            self.by_id[id(each)] += 1
+        self.last = [*self.seen.values()][self.changes % 2]
+
+    def look(self) -> Any:
+        counts = [self.counts[each] + self.by_id[id(each)] for each in self.tasks]
+        return [counts, [self.last is each for each in self.seen.values()]]
+
+
+def mse_loss(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs().sum()
+
+
+class FunctionsOfOneName(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss: Any = nn.functional.mse_loss
+
+    def change(self) -> None:
+        if self.changes == STEP:
+            self.loss = mse_loss
+
+    def look(self) -> Any:
+        return [self.loss.__module__ == __name__, self.changes]
+
+
+@dataclass
+class _Item:
+    number: int = field(default_factory=itertools.count().__next__)
+
+
+class Defaults(Kind):
+    """What methods that Python calls keep: the factory of a field."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = 0
+
+    def change(self) -> None:
+        self.last = _Item().number
+
+    def look(self) -> Any:
+        return self.last
+
+
+class _Slotted(list[int]):
+    __slots__ = ("place",)
+    place: int
+
+
+class _Both(_Slotted):
+    note: int
+
+
+class _Long(ctypes.c_long):
+    note: int
+
+
+class AttributesAndSlots(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.number = _Both(), _Long(0)
+        self.both.place = self.both.note = self.number.note = 0
+
+    def change(self) -> None:
+        self.both.place += 1
+        self.both.note += 1
+        self.number.note += 1
+
+    def look(self) -> Any:
+        return [self.both.place, self.both.note, self.number.note]
+
+
+def _numbers() -> Iterator[int]:
+    yield from itertools.count()
+
+
+class Generates(Kind):
+    """It is told: a generator between two items says nothing of how far it has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = _numbers()
+        self.last = next(self.numbers)
+
+    def change(self) -> None:
+        self.last = next(self.numbers)
+
+    def look(self) -> Any:
+        return self.last
+
+
 KINDS: dict[str, type[Kind]] = {each.__name__: each for each in Kind.__subclasses__()}
-ALONE = ("Globals", "TensorHooks")
+ALONE = ("Globals", "TensorHooks", "GivenFunction", "Defaults")
 """Kinds of which a process has one state only, or of which a replacement says that it lacks something."""
 
 

@@ -11,7 +11,12 @@ import pytest
 from tests.state.kinds import ALONE, KINDS
 from tests.support.ranks import free_port
 
-TOLD = {"Row": "module.row", "BytesOfAnArray": "module.shown", "OwnCombinedLoader": "module.combined"}
+TOLD = {
+    "Generates": "module.numbers",
+    "Row": "module.row",
+    "BytesOfAnArray": "module.shown",
+    "OwnCombinedLoader": "module.combined",
+}
 if sys.version_info >= (3, 14):  # there, a count of itertools cannot be made again
     TOLD["Vocabulary"] = "module.ids.default_factory.__self__"
 ENVIRONMENT = {

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,6 +153,47 @@ def test_a_batch_that_code_has_written_to_is_loaded_again(workers: int, where: s
     assert (again is batch) == (where == "nowhere")
     assert (again["images"][0].tolist(), again["of"].label.item()) == ([1.0, 1.0], 1.0)
     exact.close()
+
+
+NOISE = np.random.default_rng(0)
+
+
+class OfTheFile(Dataset[Any]):
+    """Draws from a generator of its file, and counts in its class."""
+
+    loaded = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> list[float]:
+        type(self).loaded += 1
+        return [index, NOISE.random(), self.loaded]
+
+
+@pytest.mark.parametrize("taken", [2, 3])
+@pytest.mark.parametrize("goes", ["back", "back, and the code's variables with it", "to another process"])
+def test_what_a_dataset_changes_in_variables_of_its_code(taken: int, goes: str) -> None:
+    beginning = NOISE.bit_generator.state
+    OfTheFile.loaded = 0
+
+    def load() -> ExactLoader:
+        return ExactLoader(DataLoader(OfTheFile(), batch_size=None), rng_state, set_rng_state)
+
+    untouched = list(load())
+    NOISE.bit_generator.state, OfTheFile.loaded = beginning, 0
+    exact = load()
+    batches = iter(exact)
+    seen = [next(batches) for _ in range(taken)]
+    place, then = exact.state(), (NOISE.bit_generator.state, OfTheFile.loaded)
+    next(batches)
+    if goes == "to another process":
+        NOISE.bit_generator.state, OfTheFile.loaded = beginning, 0
+        exact = load()
+    elif "with it" in goes:
+        NOISE.bit_generator.state, OfTheFile.loaded = then
+    exact.rewind(place)
+    assert [*seen, *exact] == untouched
 
 
 def test_a_loader_that_is_no_dataloader() -> None:
