@@ -1,5 +1,6 @@
 """Any position of any epoch, with the same batches and the same random numbers after it."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,7 +29,10 @@ from lightning_replica.state.data.position import ExactLoader, LoaderState
 BATCHES = 7
 
 
-LOADED = Counter[str]()  # in this process; the count of a dataset is part of its loader's position
+def loaded() -> Counter[str]:
+    """Return how often this process has loaded a sample. A variable of this file would go with a position."""
+    counter: Counter[str] = vars(sys).setdefault("loaded_in_tests", Counter())
+    return counter
 
 
 class Noisy(Dataset[Tensor]):
@@ -41,7 +45,7 @@ class Noisy(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         self.loaded += 1
-        LOADED["here"] += 1
+        loaded()["here"] += 1
         return torch.tensor([float(index), float(torch.rand(()))])
 
 
@@ -104,7 +108,7 @@ def test_a_replacement_skips_without_loading(position: int) -> None:
 
     torch.manual_seed(1234)
     fresh = loader()
-    LOADED.clear()
+    loaded().clear()
     fresh.sampler.set_epoch(1)
     fresh.rewind(place)
     set_rng_state(state)
@@ -113,7 +117,7 @@ def test_a_replacement_skips_without_loading(position: int) -> None:
     if position:  # at 0 a loader draws its own seed with the first batch, and did so in the straight run, too
         assert rest == expected[1][position:]
     assert [batch for batch, _ in rest] == [batch for batch, _ in expected[1][position:]]
-    assert LOADED["here"] == 3 * (BATCHES - position)
+    assert loaded()["here"] == 3 * (BATCHES - position)
     assert fresh.dataset.loaded == 3 * (BATCHES + BATCHES)  # as if it had loaded both epochs itself
 
 
