@@ -191,8 +191,8 @@ class Opaque:
 
 
 class Unsendable(Callback):
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": Opaque()}
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.optimizers[0].param_groups[0]["kept"] = Opaque()
 
 
 def after_what_cannot_be_sent(case: SetUp, out: Path) -> None:

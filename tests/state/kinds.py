@@ -4,7 +4,6 @@ It prints a line of JSON for each: what the state was, what it was after a recov
 both.
 """
 
-import ctypes
 import functools
 import itertools
 import json
@@ -20,7 +19,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.quasirandom import SobolEngine
@@ -489,23 +487,6 @@ class Automatic(Kind):
         return self.automatic_optimization
 
 
-class OwnCombinedLoader(Kind):
-    """It is told: it says how far it has come, but cannot go back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.combined = CombinedLoader({"a": range(20)}, "min_size")
-        self.drawn = -1
-
-    def change(self) -> None:
-        if self.combined._iterator is None:
-            iter(self.combined)
-        self.drawn = next(self.combined)[0]["a"]
-
-    def look(self) -> Any:
-        return self.drawn
-
-
 _NOISE = np.random.default_rng(0)
 
 
@@ -614,23 +595,18 @@ class _Both(_Slotted):
     note: int
 
 
-class _Long(ctypes.c_long):
-    note: int
-
-
 class AttributesAndSlots(Kind):
     def __init__(self) -> None:
         super().__init__()
-        self.both, self.number = _Both(), _Long(0)
-        self.both.place = self.both.note = self.number.note = 0
+        self.both = _Both()
+        self.both.place = self.both.note = 0
 
     def change(self) -> None:
         self.both.place += 1
         self.both.note += 1
-        self.number.note += 1
 
     def look(self) -> Any:
-        return [self.both.place, self.both.note, self.number.note]
+        return [self.both.place, self.both.note]
 
 
 def _numbers() -> Iterator[int]:

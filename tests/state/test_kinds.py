@@ -15,7 +15,6 @@ TOLD = {
     "Generates": "module.numbers",
     "Row": "module.row",
     "BytesOfAnArray": "module.shown",
-    "OwnCombinedLoader": "module.combined",
 }
 if sys.version_info >= (3, 14):  # there, a count of itertools cannot be made again
     TOLD["Vocabulary"] = "module.ids.default_factory.__self__"

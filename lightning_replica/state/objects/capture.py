@@ -79,7 +79,7 @@ _FEW: Final = 256  # items of a container that is refilled; likewise
 _COUNTED: Final = 10_000  # tensors in large containers; to ask them all for their counters takes 2 ms
 # Of these, a class of the user's may add attributes.
 _WITH_MORE: Final = (
-    *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.MEMORY, Kind.STREAM, Kind.GENERATOR),
+    *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR),
     Kind.REBUILT,
 )
 _FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)

@@ -47,8 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
-from lightning_replica._compat.lightning import combining_state
-from lightning_replica._compat.lightning_names import CombinedLoader, Logger, Strategy, pl
+from lightning_replica._compat.lightning_names import Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core.user_code import CACHE, module_of
@@ -178,7 +177,7 @@ def kind_of_class(cls: type) -> Kind:
         return Kind.OBJECT
     if issubclass(cls, _VALUES_BY_PICKLE) and cls.__dictoffset__ != 0 and not is_of_pandas(cls):
         return Kind.REBUILT  # the user's, with attributes
-    if issubclass(cls, (np.void, CombinedLoader)):  # rows whose fields can be set, and what code may iterate itself
+    if issubclass(cls, np.void):  # a row whose fields can be written to
         return Kind.OPAQUE
     for kind, classes in _BY_CLASS:
         if issubclass(cls, classes):
@@ -389,8 +388,6 @@ def probe(value: Any) -> Any:
         return None
     if isinstance(value, types.GeneratorType):  # between two items, nothing shows which one is next
         return _STAGES.get(inspect.getgeneratorstate(value))
-    if isinstance(value, CombinedLoader):
-        return combining_state(value)
     if isinstance(value, ITERTOOLS):
         return repr(value) if " at 0x" not in repr(value) else None
     if isinstance(value, Tensor):
