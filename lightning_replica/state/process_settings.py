@@ -50,10 +50,8 @@ _SETTINGS: Final[dict[str, _Pair]] = {
         lambda: [torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()],
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
-    "default device": (
-        lambda: torch.get_default_device().type,
-        _set_default_device,
-    ),  # each rank has an index of its own
+    # Without its index: each rank has one of its own.
+    "default device": (lambda: torch.get_default_device().type, _set_default_device),
     "denormal numbers are 0": (_flushes_denormals, torch.set_flush_denormal),
     "errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
     "oneDNN": _of(mkldnn, "enabled"),

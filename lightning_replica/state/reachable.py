@@ -167,6 +167,7 @@ class Reachable:
         tree = Tree.of(self._trainer.lightning_module)
         roots = (*_roots(self._trainer, tree, all_tensors=True), *self._roots_beside(tree))
         self._variables.environment.look()
+        self._hooks.look(self._trainer.lightning_module, tree)
         self._tracked.put_sent(roots, _anchored(self._trainer), sent)
         self._variables.environment.put()
 

@@ -321,12 +321,13 @@ def _taken_of(config: Any) -> list[Any]:
 
 
 def _put_config(config: Any, taken: list[Any]) -> None:
-    """Restore what `_taken_of` returned: `load_state_dict` removes no attribute."""
+    """Restore what `_taken_of` returned: `load_state_dict` removes no attribute. The user's go back by themselves."""
     settings, names = taken
     for name, value in zip(_OF_SCHEDULER_CONFIG, settings, strict=True):
         setattr(config, name, value)
-    for name in getattr(config.scheduler, "__dict__", {}).keys() - set(names):
-        delattr(config.scheduler, name)
+    if not is_users_scheduler(config.scheduler):
+        for name in getattr(config.scheduler, "__dict__", {}).keys() - set(names):
+            delattr(config.scheduler, name)
 
 
 def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: bool = True) -> None:

@@ -139,7 +139,8 @@ class ExactLoader:
     ) -> None:
         self.loader = loader
         self._rng_state, self._set_rng_state, self._report = rng_state, set_rng_state, report
-        self._sources = Sources(sources_of(loader), report, training)
+        changed = dict(item for each in former for item in each.changed_by_loading.items())
+        self._sources = Sources(sources_of(loader), report, training, changed)
         copied = copied_by_workers(loader)
         known = [each._copied for each in former if each._copied.are(copied)]
         self._copied: Copied = known[0] if known else Copied(copied, report, training)
@@ -315,6 +316,11 @@ class ExactLoader:
             kept = self._draw()
         self._state = self._after(kept)
         return kept.batch
+
+    @property
+    def changed_by_loading(self) -> Mapping[str, frozenset[str]]:
+        """What loading was seen to change of the training's objects and in variables; see `Sources`."""
+        return self._sources.changed_by_loading
 
     def _draw(self) -> _Kept:
         """Load the next batch that has not been drawn yet, and keep it."""

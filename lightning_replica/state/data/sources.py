@@ -20,12 +20,12 @@ attributes count like those of the dataset. The weights in these copies are of t
 """
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.heap import BufferWrapper
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -73,6 +73,8 @@ class TrainingObjects(NamedTuple):
 
 NO_TRAINING: Final = TrainingObjects()
 """For a loader outside of a training."""
+NOTHING: Final[Mapping[str, frozenset[str]]] = MappingProxyType({})
+"""For a loader in the first epoch."""
 
 
 class Sources:
@@ -82,13 +84,21 @@ class Sources:
         objects: What `sources_of` or `copied_by_workers` has found.
         report: Called with what is not restored exactly.
         training: What the walk stops at.
+        changed: What loading was seen to change in the epoch before, where loaders are made anew.
 
     Attributes:
-        changed_by_loading: Attributes of the training's objects that loading changes, by name of their owner.
+        changed_by_loading: Attributes of the training's objects, and variables of code, that loading changes, by name
+            of their owner.
     """
 
-    def __init__(self, objects: Iterable[Any], report: Report = warn, training: TrainingObjects = NO_TRAINING) -> None:
-        self.changed_by_loading: dict[str, frozenset[str]] = {}
+    def __init__(
+        self,
+        objects: Iterable[Any],
+        report: Report = warn,
+        training: TrainingObjects = NO_TRAINING,
+        changed: Mapping[str, frozenset[str]] = NOTHING,
+    ) -> None:
+        self.changed_by_loading = dict(changed)
         self._found = found = list(objects)
         roots = [
             Root(each, f"{type(each).__name__} of the loader", own=_OF_OTHERS if _is_known(each) else frozenset())
@@ -110,21 +120,24 @@ class Sources:
         self._loaded: Taken | None = None
         if self._roots:
             self._tracked.begin(self._roots, self._anchors)
-        self._owners = [*self._owners_among(training.owners), *self._variables_of_owners()]
+        self._owners = list(self._owners_among(training.owners))
+        self._owners += self._variables_to_follow()
         # What loading has changed held this before. A state of that time does not have it.
         self._initial: list[Any] = []
         self._owners_tracked = Tracked(say_nothing, copied_bytes=_COPIED_BYTES)
         if self._owners:
             self._roots = [*roots, *map(self._with_changed, self._owners)]
 
-    def _variables_of_owners(self) -> Iterable[Root]:
-        """Return the variables that the code of the sources uses: a generator of its module, a counter of its class."""
-        return (root for root in self._variables_used() if _may_change(root))
+    def _variables_to_follow(self) -> list[Root]:
+        """Return the variables that count like the owners' attributes: those which loading may change."""
+        return [root for root in self._variables_used() if _may_change(root)]
 
-    def _variables_used(self) -> Iterator[Root]:
-        if self._found:
-            classes = filter(is_users_class, self._tracked.classes)
-            yield from variables_of(UserCode([root.value for root in self._own_roots], classes, self._functions))
+    def _variables_used(self) -> list[Root]:
+        """Return the variables that code of the sources uses: a generator in its file, a counter of its class."""
+        if not self._found:
+            return []
+        objects = [root.value for root in (*self._own_roots, *self._owners)]
+        return list(variables_of(UserCode(objects, filter(is_users_class, self._tracked.classes), self._functions)))
 
     def _owners_among(self, owners: Sequence[Root]) -> Iterator[Root]:
         """Yield the owners that the sources refer to. Who has a module may have found others through it."""
@@ -225,13 +238,13 @@ class Copied(Sources):
             self._roots = [*self._own_roots, *self._owners]
             self._tracked.begin(self._roots, self._anchors)
         self._in_worker, self._variables = self._tracked, Tracked(self._report, copied_bytes=_COPIED_BYTES)
-        self._variable_roots = list(self._variables_used())
+        self._variable_roots = self._variables_used()
         self._variables.begin(self._variable_roots, self._anchors)
         self._leave_shared_memory()
         self._sent: tuple[Any, bytes | None] = (), None
 
-    def _variables_of_owners(self) -> Iterable[Root]:
-        return ()  # workers have variables of their own
+    def _variables_to_follow(self) -> list[Root]:
+        return []  # workers have variables of their own
 
     def _leave_shared_memory(self) -> None:
         """Keep workers from what all processes share: what one of them restored would change it for the others."""

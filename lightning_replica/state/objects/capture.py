@@ -67,9 +67,9 @@ from lightning_replica.state.objects.records import (
     Unknown,
     Variable,
     Wrapper,
+    beside_content,
     leads_on,
     mapping_of,
-    more_of,
     wake_waiting,
 )
 from lightning_replica.state.objects.shared_memory import address_of
@@ -526,8 +526,8 @@ class Recorder:
         elif kind is Kind.ARRAY and is_content(value):
             if not self._anchors.has_memory_of(value):
                 yield from self._reach_content(name, value, reached, inside)
-            if (more := more_of(value, name)) is not None:  # of a class of its own, as a masked one
-                yield ~key, more
+            if (beside := beside_content(value, name)) is not None:  # of a class of its own, as a masked one
+                yield ~key, beside
         elif kind is Kind.OBJECT:
             if hasattr(value, "__dict__"):
                 yield id(value), Attributes(value, name)
@@ -552,8 +552,8 @@ class Recorder:
                 yield key, record
             if isinstance(record, Rebuilt) and derives_attributes(type(value)):
                 return
-            if kind in _WITH_MORE and (more := more_of(value, name)) is not None:  # of the user's class
-                yield ~key, more
+            if kind in _WITH_MORE and (beside := beside_content(value, name)) is not None:  # of the user's class
+                yield ~key, beside
 
     def _in_parts(self, name: str, value: Any) -> Rebuilt | None:
         """Return what an object in C consists of; None if it does not say, or did not before."""
@@ -568,7 +568,7 @@ class Recorder:
     ) -> Iterable[tuple[int, Record]]:
         has_gradient = value.requires_grad and value.is_leaf
         if vars(value) or has_gradient or type(value) not in (Tensor, nn.Parameter):
-            yield ~id(value), more_of(value, name) or Attributes(value, name)
+            yield ~id(value), beside_content(value, name) or Attributes(value, name)
         if not is_content(value):
             flattens = hasattr(value, "__tensor_flatten__")
             yield id(value), Wrapper(value, name) if flattens else Unknown(value, name)

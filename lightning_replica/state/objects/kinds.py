@@ -149,7 +149,7 @@ _HARMLESS_NAMES: Final = frozenset(
     (("pandas", "BlockValuesRefs"), ("pandas", "NAType"), ("numpy", "_ArrayFunctionDispatcher"), ("ssl", "SSLContext"))
 )
 
-_STAGES: Final = {inspect.GEN_CREATED: 0, inspect.GEN_CLOSED: 1}
+_GENERATOR_STATES: Final = {inspect.GEN_CREATED: 0, inspect.GEN_CLOSED: 1}
 _FOR_PICKLE: Final = ("__reduce__", "__reduce_ex__", "__getstate__")
 _ATTRIBUTES_SUFFICE: Final = (BaseException, threading.local)
 _NOT_SLOTS: Final = ("__dict__", "__weakref__")
@@ -387,7 +387,7 @@ def probe(value: Any) -> Any:
     if issubclass(type(value), (weakref.ProxyType, weakref.CallableProxyType)):
         return None
     if isinstance(value, types.GeneratorType):  # between two items, nothing shows which one is next
-        return _STAGES.get(inspect.getgeneratorstate(value))
+        return _GENERATOR_STATES.get(inspect.getgeneratorstate(value))
     if isinstance(value, ITERTOOLS):
         return repr(value) if " at 0x" not in repr(value) else None
     if isinstance(value, Tensor):

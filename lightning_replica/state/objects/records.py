@@ -287,7 +287,7 @@ class AttributesAndSlots(Slots):
         super().put_back(stands)
 
 
-def more_of(value: Any, name: str) -> Record | None:
+def beside_content(value: Any, name: str) -> Record | None:
     """Return a record of what an object has beside its content; None if its class gives it nothing."""
     has_slots = bool(slots_of(type(value)))
     if hasattr(value, "__dict__"):

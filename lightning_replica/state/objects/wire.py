@@ -470,7 +470,7 @@ class Encoder:
                 continue
             items = [self._encode(record.items[place], f"{name}[{place}]", depth + 1) for place in part]
             if isinstance(record, Entries):
-                items = [[self._encode(record.keys[place], name, depth + 1) for place in part], items]
+                items = [[self._encode_key(record.keys[place], name, depth + 1) for place in part], items]
             sent.append(items)
         return sent
 

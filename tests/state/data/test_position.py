@@ -25,6 +25,8 @@ from torch.utils.data import (
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.position import ExactLoader, LoaderState
+from lightning_replica.state.data.sources import TrainingObjects
+from lightning_replica.state.objects.capture import Root
 
 BATCHES = 7
 
@@ -198,6 +200,57 @@ def test_what_a_dataset_changes_in_variables_of_its_code(taken: int, goes: str) 
         NOISE.bit_generator.state, OfTheFile.loaded = then
     exact.rewind(place)
     assert [*seen, *exact] == untouched
+
+
+class Makes:
+    """An object of the training with a method that draws from a generator of its file."""
+
+    def noise(self) -> float:
+        return NOISE.random()
+
+    def loader(self, former: Any = ()) -> ExactLoader:
+        data = DataLoader(Made(self), batch_size=None)
+        training = TrainingObjects([("module", self)], [Root(self, "module")])
+        return ExactLoader(data, rng_state, set_rng_state, former=former, training=training)
+
+
+class Made(Dataset[Any]):
+    """Asks an object of the training for its data."""
+
+    def __init__(self, maker: Makes) -> None:
+        self.maker = maker
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [index, self.maker.noise()]
+
+
+def test_variables_of_a_method_of_the_module_that_a_dataset_calls() -> None:
+    beginning = NOISE.bit_generator.state
+    untouched = list(Makes().loader())
+    NOISE.bit_generator.state = beginning
+    exact = Makes().loader()
+    batches = iter(exact)
+    seen, place = [next(batches), next(batches)], exact.state()
+    then = NOISE.bit_generator.state
+    next(batches)
+    NOISE.bit_generator.state = then
+    exact.rewind(place)
+    assert [*seen, *exact] == untouched
+
+
+def test_variables_that_loading_changes_where_loaders_are_made_for_each_epoch() -> None:
+    beginning, makes = NOISE.bit_generator.state, Makes()
+    first = makes.loader()
+    epoch, second = list(first), makes.loader([first])
+    iter(second)
+    place, following = second.state(), list(second)
+    NOISE.bit_generator.state = beginning  # of another process
+    joined = Makes().loader()
+    joined.rewind(place)
+    assert list(joined) == following != epoch
 
 
 def test_a_loader_that_is_no_dataloader() -> None:
