@@ -125,8 +125,9 @@ class Sources:
         # What loading has changed held this before. A state of that time does not have it.
         self._initial: list[Any] = []
         self._owners_tracked = Tracked(say_nothing, copied_bytes=_COPIED_BYTES)
+        self._unchanged: list[Root] = []
         if self._owners:
-            self._roots = [*roots, *map(self._with_changed, self._owners)]
+            self._divide_owners()
 
     def _variables_to_follow(self) -> list[Root]:
         """Return the variables that count like the owners' attributes: those which loading may change."""
@@ -153,17 +154,16 @@ class Sources:
         if not self._owners:
             yield
             return
-        before = self._owners_tracked.take(self._owners, self._anchors)
+        before = self._owners_tracked.take(self._unchanged, self._anchors)
         yield
-        found = changed_between(before, self._owners_tracked.take(self._owners, self._anchors))
-        known = self.changed_by_loading
-        new = {owner: names - known.get(owner, frozenset()) for owner, names in found.items()}
-        if any(new.values()):
+        new = changed_between(before, self._owners_tracked.take(self._unchanged, self._anchors))
+        if new:
             self._initial += self._owners_tracked.encoded(replace(before, changed=new))
+            known = self.changed_by_loading
             self.changed_by_loading = {
-                owner: known.get(owner, frozenset()) | found.get(owner, frozenset()) for owner in {*known, *found}
+                owner: known.get(owner, frozenset()) | new.get(owner, frozenset()) for owner in {*known, *new}
             }
-            self._roots = [*self._own_roots, *map(self._with_changed, self._owners)]
+            self._divide_owners()
 
     def begin_to_load(self) -> None:
         """Forget what was there after the last batch: another iteration begins."""
@@ -181,6 +181,17 @@ class Sources:
         return sorted(
             f"{owner}.{name}" for owner, names in changed_between(self._loaded, now).items() for name in names
         )
+
+    def _divide_owners(self) -> None:
+        """Count what loading is known to change as a part of the sources, and look for changes in the rest only."""
+        self._roots = [*self._own_roots, *map(self._with_changed, self._owners)]
+        self._unchanged = [*map(self._without_changed, self._owners)]
+
+    def _without_changed(self, owner: Root) -> Root:
+        known = self.changed_by_loading.get(owner.name, frozenset())
+        if owner.only is None:
+            return replace(owner, own=owner.own | known)
+        return replace(owner, only=tuple(name for name in owner.only if name not in known))
 
     def _with_changed(self, owner: Root) -> Root:
         return replace(owner, only=tuple(sorted(self.changed_by_loading.get(owner.name, ()))))
