@@ -28,6 +28,14 @@ def _flushes_denormals() -> bool:
     return _TINY * 0.5 == 0.0
 
 
+def _default_device() -> str:
+    """Return the kind of the default device. Its index is left out: each rank has one of its own."""
+    try:
+        return torch.get_default_device().type
+    except AttributeError:  # torch 2.9, after `torch.set_default_device(None)`
+        return HOST.type
+
+
 def _set_default_device(kind: str) -> None:
     torch.set_default_device(None if kind == HOST.type else kind)
 
@@ -50,8 +58,7 @@ _SETTINGS: Final[dict[str, _Pair]] = {
         lambda: [torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()],
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
-    # Without its index: each rank has one of its own.
-    "default device": (lambda: torch.get_default_device().type, _set_default_device),
+    "default device": (_default_device, _set_default_device),
     "denormal numbers are 0": (_flushes_denormals, torch.set_flush_denormal),
     "errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
     "oneDNN": _of(mkldnn, "enabled"),
