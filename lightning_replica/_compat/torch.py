@@ -345,6 +345,17 @@ def rendezvous_config(given: str) -> dict[str, str]:
     return _parse_rendezvous_config(given)
 
 
+def unset_default_device() -> None:
+    """Let torch choose the device of new tensors, as if none had been set.
+
+    ``set_default_device(None)`` leaves an entry behind that torch 2.9 cannot read, neither for us nor for itself.
+    """
+    torch.set_default_device(None)
+    context = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+    if context is not None and getattr(context, "device_context", context) is None:
+        del context.device_context
+
+
 def float32_precision() -> str:
     """Return the precision of products in float32, by torch's older interface.
 

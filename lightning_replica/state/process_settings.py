@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.backends import cuda, cudnn, mkldnn, opt_einsum
 
-from lightning_replica._compat.torch import float32_precision
+from lightning_replica._compat.torch import float32_precision, unset_default_device
 from lightning_replica.devices.host import HOST
 
 _Pair = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -32,12 +32,12 @@ def _default_device() -> str:
     """Return the kind of the default device. Its index is left out: each rank has one of its own."""
     try:
         return torch.get_default_device().type
-    except AttributeError:  # torch 2.9, after `torch.set_default_device(None)`
+    except AttributeError:  # torch 2.9, after the user's `torch.set_default_device(None)`
         return HOST.type
 
 
 def _set_default_device(kind: str) -> None:
-    torch.set_default_device(None if kind == HOST.type else kind)
+    unset_default_device() if kind == HOST.type else torch.set_default_device(kind)
 
 
 _PRECISION: Final = "precision of float32 products"
