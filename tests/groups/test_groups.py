@@ -17,7 +17,7 @@ from lightning_replica.groups.handles import Handle
 from lightning_replica.groups.patient_store import PatientStore
 from lightning_replica.groups.world import ProcessGroups
 from tests.support.doubles import overriding, put
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 LONG_S = 300.0
 
@@ -220,6 +220,7 @@ def test_the_devices_half_of_a_group_outlives_it() -> None:
 def cannot_go_on(rank: int, store: Any) -> str:
     own = ProcessGroups(store, rank, 2, Cpu(), LONG_S)
     own.open(0, none)
+    meet(rank, store, 2, "open")  # to leave closes connections, which the other rank may still be making
     own.leave()
     with suppress(CollectiveError):
         own.open(1, none, resume=True)
