@@ -154,7 +154,8 @@ def test_a_supervisor_that_dies_after_its_ranks_is_found_at_once(
     a.cluster.heartbeats.probe_now()
     a.until(lambda: bool(a.heard))
     assert a.heard == [((2, 3), "Node b, with ranks [2, 3], is lost", "")]
-    assert probes == [False, True]
+    assert probes[0] is False
+    assert len(probes) > 1  # it is probed again, whether its listener is closed by then or not
 
 
 def test_the_wait_for_a_node_ends(make: Callable[..., Node]) -> None:
