@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from lightning_replica.state.objects.contents import is_content, plain_of
 from lightning_replica.state.objects.signature import digest_of
 from lightning_replica.state.reachable import signature_of_all
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
+
+_ATOMS: Final = (bool, int, float, complex, str, bytes)
+_HASHED: Final = (*_ATOMS, Tensor, np.ndarray)
 
 
 def digest(*values: Any) -> str:
@@ -52,10 +55,19 @@ def _feed(sha: Any, value: Any) -> None:
         sha.update(f"list {len(value)}".encode())
         for item in value:
             _feed(sha, item)
-    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+    elif value is None or isinstance(value, _ATOMS):
         sha.update(f"{type(value).__name__} {value!r};".encode())
     else:
         sha.update(f"object {type(value).__qualname__} {digest_of(value)};".encode())
+
+
+def _numbers_in(state: Any) -> Any:
+    """Return a state with the names of their classes in place of objects, which may lead to all of the trainer."""
+    if isinstance(state, Mapping):
+        return {key: _numbers_in(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_numbers_in(item) for item in state]
+    return state if state is None or isinstance(state, _HASHED) else type(state).__qualname__
 
 
 class Fingerprint(pl.Callback):
@@ -117,7 +129,9 @@ class Fingerprint(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write the state at the end of the fit."""
         end = {
-            "schedulers": digest([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
+            "schedulers": digest(
+                [_numbers_in(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+            ),
             "metrics": digest({name: trainer.callback_metrics[name] for name in sorted(trainer.callback_metrics)}),
             "progress": [trainer.global_step, trainer.current_epoch],
         }

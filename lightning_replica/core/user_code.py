@@ -4,10 +4,11 @@ import csv
 import dis
 import functools
 import os
+import re
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -26,6 +27,8 @@ _READ: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _OF_MODULE: Final = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM")
 _FRAMEWORK: Final = (__name__.partition(".")[0], "lightning_utilities", "torch")
 _MANY: Final = 1000  # items of a table of functions that are looked at
+_APPENDS: Final = re.compile("a[bt+]{0,2}")
+_STORES: Final = frozenset((dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_ATTR"]))
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))  # in an environment, of a user, of Debian
 
 
@@ -33,6 +36,11 @@ def is_users(file: str) -> bool:
     """Return whether code that was compiled from ``file`` is the user's."""
     no_file = file.startswith("<")  # <frozen importlib._bootstrap>, <string>
     return not (no_file or file.startswith(_OTHERS) or is_installed(file))
+
+
+def is_users_file(file: Any) -> bool:
+    """Return whether something, as the ``__file__`` of a module, names a file of the user's."""
+    return isinstance(file, str) and is_users(file)
 
 
 def is_installed(file: str) -> bool:
@@ -66,10 +74,12 @@ class UserCode:
             class is derived from counts.
         classes: Further classes.
         functions: Further functions.
+        modules: Modules of Python of which all variables count.
         without: Classes that are not followed, nor those derived from them.
         without_methods: Names of methods that are not followed.
 
     Attributes:
+        appending: Names of functions that open a file to append to it, with the lines where they stand.
         problem: Why some code could not be followed; empty if all could.
     """
 
@@ -78,6 +88,7 @@ class UserCode:
         objects: Iterable[Any],
         classes: Iterable[type] = (),
         functions: Iterable[Any] = (),
+        modules: Iterable[types.ModuleType] = (),
         without: tuple[type, ...] = (),
         without_methods: Collection[str] = (),
     ) -> None:
@@ -87,8 +98,12 @@ class UserCode:
         self._classes: dict[type, None] = {}
         self._functions: dict[types.CodeType, frozenset[str]] = {}
         self._names: dict[str, set[str]] = {}
-        self._written: dict[str, set[str]] = {}
+        self._written = set[str]()
+        self.appending = list[str]()
         self._ahead: list[Callable[[], None]] = []
+        for module in modules:
+            names = tuple(name for name in vars(module) if not name.startswith("__"))
+            self._ahead.append(partial(self._add_value, module, names))
         self._ahead += [partial(self._add_functions_of, function) for function in functions]
         self._ahead += [partial(self._add_class, cls) for cls in (*of_objects, *classes)][::-1]
         self.problem = ""
@@ -109,8 +124,8 @@ class UserCode:
         return self._names
 
     @property
-    def written(self) -> Mapping[str, Collection[str]]:
-        """By name of a module of Python, the global variables that code writes to by their names."""
+    def written(self) -> Set[str]:
+        """The names of variables of modules that code writes to, of whichever module."""
         return self._written
 
     def reader_of(self, attribute: str, not_of: Collection[str] = ()) -> str | None:
@@ -154,8 +169,7 @@ class UserCode:
         if not isinstance(module, str):  # of a class that was made by hand
             return False
         if module not in self._followed:
-            file = getattr(sys.modules.get(module), "__file__", None)
-            self._followed[module] = isinstance(file, str) and is_users(file)
+            self._followed[module] = is_users_file(getattr(sys.modules.get(module), "__file__", None))
         return self._followed[module]
 
     def _add_function(self, function: types.FunctionType) -> None:
@@ -168,7 +182,8 @@ class UserCode:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "__dict__", None) is function.__globals__ and self._follows(name):
             names = self._functions[function.__code__] = frozenset(_names_in(function.__code__))
-            self._written.setdefault(name, set()).update(_written_in(function.__code__))
+            self._written.update(_written_in(function.__code__))
+            self.appending += _appending_in(function.__code__)
             self._add_names(module, names)
 
     def _add_names(self, module: types.ModuleType, names: Collection[str]) -> None:
@@ -209,8 +224,7 @@ class UserCode:
 
 def is_users_class(cls: type) -> bool:
     """Return whether the user's code defines a class."""
-    file = getattr(sys.modules.get(module_of(cls)), "__file__", None)
-    return isinstance(file, str) and is_users(file)
+    return is_users_file(getattr(sys.modules.get(module_of(cls)), "__file__", None))
 
 
 def module_of(cls: type) -> str:
@@ -279,16 +293,40 @@ def _names_function(code: types.CodeType, functions: Collection[str]) -> bool:
 
 
 def _written_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of the global variables that code writes to."""
-    if dis.opmap["STORE_GLOBAL"] in code.co_code[::2]:
-        yield from (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL")
+    """Yield the names of global variables that code writes to, also by ``conf.name = 1`` or ``globals()["name"]``.
+
+    What it sets of its first argument, which is ``self`` most often, are no variables of a module.
+    """
+    if not _STORES.isdisjoint(code.co_code[::2]):
+        owner: Any = None
+        for each in dis.get_instructions(code):
+            if each.opname == "STORE_GLOBAL" or (each.opname == "STORE_ATTR" and owner not in code.co_varnames[:1]):
+                yield each.argval
+            owner = each.argval[-1] if "FAST" in each.opname and isinstance(each.argval, tuple) else each.argval
+    yield from _given_to_globals(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _written_in(constant)
 
 
+def _appending_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the name of code that opens a file to append to it, as far as it names that mode."""
+    if "open" in code.co_names and any(isinstance(each, str) and _APPENDS.fullmatch(each) for each in code.co_consts):
+        yield f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _appending_in(constant)
+
+
+def _given_to_globals(code: types.CodeType) -> Iterator[str]:
+    """Yield what may be names in code that uses ``globals()``."""
+    if "globals" in code.co_names:
+        yield from (each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
+
+
 def _names_in(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
+    yield from _given_to_globals(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)

@@ -88,6 +88,8 @@ class Aliases:
             self._spans.setdefault(memory, []).append(span)
 
     def _spans_under(self, tensor: Tensor) -> list[_Span]:
+        if nn.parameter.is_lazy(tensor):
+            return []
         own = local_of(tensor)
         start = int(own.storage_offset()) if storage_of(own) in self._spans else 0
         return [each for each in self._spans.get(storage_of(own), []) if _overlap(each, start, start + _extent(own))]
@@ -95,7 +97,7 @@ class Aliases:
     def _aliases(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[_Alias]:
         for name, tensor in tensors:
             spans = self._spans_under(tensor)
-            if not spans or tensor.grad_fn is not None:
+            if not spans:
                 continue
             own = local_of(tensor)
             (span, *others), start = spans, int(own.storage_offset())

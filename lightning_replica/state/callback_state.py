@@ -84,14 +84,17 @@ def stateful(trainer: pl.Trainer) -> dict[str, Any]:
     return found
 
 
-def restore_callbacks(callbacks: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore the states that `CallbackStates.take` returned."""
+def restore_callbacks(callbacks: Mapping[str, Any], saved: Mapping[str, Any], report: Report) -> None:
+    """Restore the states that `CallbackStates.take` returned; report where a callback refuses its own."""
     for key, callback in callbacks.items():
         state = saved.get(key)
         if state is None:
             continue
         if state["state"]:
-            callback.load_state_dict(copy.deepcopy(state["state"]))
+            try:
+                callback.load_state_dict(copy.deepcopy(state["state"]))
+            except Exception as error:  # as Lightning's SpikeDetection, which cannot load what it has saved
+                report(f"the state of callback {key}", f"it refuses it ({type(error).__name__}: {error})", "once")
         for name in _extras(callback):  # a file may name any other
             if name in state["extras"]:
                 setattr(callback, name, copy.deepcopy(state["extras"][name]))

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from lightning_replica.core.user_code import CACHE, UserCode
+from lightning_replica.core.inexact import Report
+from lightning_replica.core.user_code import UserCode
 from lightning_replica.state.objects.capture import Root
 from lightning_replica.state.objects.kinds import is_made_in_python, keeps_something
 from lightning_replica.state.objects.records import is_special
@@ -25,7 +26,8 @@ GLOBALS: Final = "globals of "
 CLASS: Final = "class "
 MOST: Final = 5000  # objects that the variables of one module or class may lead to; a dataset in memory has more
 _OF_MEMBERS: Final = frozenset(("_name_", "__objclass__", "_sort_order_"))
-_ENVIRONMENT: Final = frozenset(("environ", "environb", "putenv", "unsetenv"))
+_ENVIRONMENT: Final = frozenset(("environ", "environb", "putenv", "unsetenv", "chdir", "fchdir"))
+_DIRECTORY: Final = "the working directory"  # no variable is called so
 # Variables that say which rank a process is, or how ranks find each other.
 _OF_RANKS: Final = ("LIGHTNING_REPLICA_", "MASTER_", "LOCAL_", "GROUP_", "TORCHELASTIC_")
 _OF_RANKS_WHOLE: Final = frozenset(("RANK", "WORLD_SIZE", "NODE_RANK"))
@@ -35,8 +37,8 @@ def variables_of(code: UserCode) -> Iterator[Root]:
     """Yield where the walk over variables begins: modules of Python, and classes."""
     for name, names in sorted(code.names.items()):
         module = sys.modules[name]
-        now, written = vars(module), code.written.get(name, ())
-        only = tuple(each for each in sorted(names) if each in written or (each in now and _is_state(now[each])))
+        now = vars(module)
+        only = tuple(each for each in sorted(names) if each in code.written or (each in now and _is_state(now[each])))
         yield Root(module, GLOBALS + name, only=only, most=MOST)
     titles = Counter[str]()
     for cls in code.classes:
@@ -55,7 +57,9 @@ def _is_of_ranks(name: str) -> bool:
 
 
 class Environment:
-    """The variables in the environment of the process as attributes of an object, which other code takes and puts back.
+    """The environment of the process as attributes of an object, which other code takes and puts back.
+
+    It has variables and a working directory.
 
     Only where the user's code names the environment: libraries set variables for themselves. Those that say which rank
     a process is stay as they are.
@@ -75,24 +79,43 @@ class Environment:
 
     def look(self) -> None:
         """Make the object have the variables that there are now."""
-        now = getattr(os.environ, "_data", None)
-        if self.is_used and (now is None or now != self._known):
-            self._known = None if now is None else dict(now)
+        if not self.is_used:
+            return
+        variables = getattr(os.environ, "_data", None)
+        now = None if variables is None else (dict(variables), _working_directory())
+        if now is None or now != self._known:
+            self._known = now
+            found: dict[str, str | None]
             found = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
+            found[_DIRECTORY] = _working_directory()
             vars(self._attributes).clear()
             vars(self._attributes).update(found)
 
-    def put(self) -> None:
-        """Set the variables that the object has, and no others."""
+    def put(self, report: Report) -> None:
+        """Set the variables that the object has, and no others; report a working directory that is gone."""
         if not self.is_used:
             return
-        wanted = vars(self._attributes)
+        wanted = dict(vars(self._attributes))
+        directory = wanted.pop(_DIRECTORY, None)
+        if directory is not None and directory != _working_directory():
+            try:
+                os.chdir(directory)
+            except OSError as error:
+                report(_DIRECTORY, f"it cannot be {directory} again ({error})", "once")
         for name in [name for name in os.environ if name not in wanted and not _is_of_ranks(name)]:
             del os.environ[name]
         for name, value in wanted.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
         self._known = None
+
+
+def _working_directory() -> str | None:
+    """Return the working directory of the process; None if it is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def _not_state_of(cls: type) -> frozenset[str]:
@@ -126,7 +149,6 @@ def _is_state(value: Any) -> bool:
     if cls is types.FunctionType:  # another one may take its place
         return True
     if issubclass(cls, (staticmethod, classmethod, property)):
-        inner = value.fget if issubclass(cls, property) else value.__func__
-        return type(inner) is CACHE or (type(inner) is types.FunctionType and keeps_something(inner))
+        return True
     is_slot = hasattr(cls, "__get__") and not is_made_in_python(cls)
     return not (is_slot or issubclass(cls, (types.ModuleType, functools.cached_property)))

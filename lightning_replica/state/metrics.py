@@ -6,11 +6,12 @@ content of some tensors is compared in each snapshot, in turn, and what is found
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
 from lightning_replica._compat.lightning_names import _Metadata, _ResultCollection, _ResultMetric, _Sync, pl
@@ -18,7 +19,7 @@ from lightning_replica._compat.torch import data_version
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report, warn
-from lightning_replica.state.objects.contents import late, plain_of, same_content, with_class_of
+from lightning_replica.state.objects.contents import fill, late, plain_of, same_content, with_class_of
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 _TENSORS_OF_OBJECTS = ("_forward_cache", "_computed")
@@ -97,7 +98,7 @@ class MetricStates:
         value = getattr(metric, name)
         if type(value) is not list or len(value) < _LONG or not type(metric).__module__.startswith("torchmetrics."):
             self._known.pop((place, name), None)
-            return _clone(value)
+            return _copied(value)
         versions = _versions_of(value)
         if versions is None:
             return _clone(value)
@@ -176,7 +177,28 @@ def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]])
     metrics = [module for module in modules if isinstance(module, Metric)]
     for metric, state in zip(metrics, states, strict=True):
         for name, value in state.items():
-            setattr(metric, name, _clone(value, metric.device))
+            own = _original.get(value, getattr(metric, name)) if isinstance(value, Tensor) else None
+            if (
+                isinstance(own, Tensor)
+                and not own.requires_grad
+                and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, metric.device)
+            ):
+                fill(plain_of(own), plain_of(value))
+                setattr(metric, name, own)
+            else:
+                setattr(metric, name, _clone(value, metric.device))
+
+
+# The tensors that were copied: code may have other names for them. Those with a graph are new each time.
+_original: Final[MutableMapping[Tensor, Tensor]] = WeakTensorKeyDictionary()
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a state that knows which object it was copied from."""
+    made = _clone(value)
+    if isinstance(made, Tensor) and not value.requires_grad:
+        _original[made] = value
+    return made
 
 
 def _clone(value: Any, device: torch.device | None = None) -> Any:

@@ -120,7 +120,7 @@ class BufferCopies:
 
     def _put(self, name: str, buffer: Tensor, copy: Tensor) -> None:
         held = self._contents.add(buffer, f"module.{name}")
-        held.put_back(copy)
+        held.put_back(copy, still_learns=True)  # `reachable` restores whether it does
         held.copy = copy
 
 

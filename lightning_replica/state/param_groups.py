@@ -1,17 +1,66 @@
-"""The param groups of a trainer's optimizers: which parameters they hold, and their hyperparameters."""
+"""The param groups of a trainer's optimizers: which parameters they hold, and their hyperparameters.
 
-import copy
+Code may put objects into them, too. These go back like all other objects of the user's, by `GroupObjects`.
+"""
+
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.state.atoms import ATOMS
+from lightning_replica.state.objects.kinds import Kind, kind_of
 
 _SHORT = 120  # characters of a hyperparameter in a message
+_DEEP: Final = 8  # containers in containers
+_OBJECT: Final = "<an object>"  # stands for one in what `take` returns
+
+
+class GroupObjects:
+    """The objects in param groups as attributes of an object, which other code takes and puts back.
+
+    Attributes:
+        holder: What has the attributes.
+    """
+
+    def __init__(self) -> None:
+        self.holder = types.SimpleNamespace()
+
+    def look(self, trainer: pl.Trainer) -> None:
+        """Make the holder have the objects that there are now."""
+        found = {title: group[name] for title, group, name in _entries(trainer) if not _is_plain(group[name])}
+        if found or vars(self.holder):
+            vars(self.holder).clear()
+            vars(self.holder).update(found)
+
+    def put(self, trainer: pl.Trainer) -> None:
+        """Put the holder's objects into the groups."""
+        held = vars(self.holder)
+        for title, group, name in _entries(trainer) if held else ():
+            if title in held:
+                group[name] = held[title]
+
+
+def _entries(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the entries of all groups: a name for messages, the group, the key."""
+    for place, optimizer in enumerate(trainer.optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for name in list(group):
+                if name != "params":
+                    yield f"{name} of group {number} of optimizer {place}", group, name
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    if type(value) in ATOMS or isinstance(value, (torch.Tensor, np.ndarray)) or kind_of(value) is Kind.ATOM:
+        return True
+    if depth > _DEEP or type(value) not in (list, tuple, dict):
+        return False
+    return all(_is_plain(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value))
 
 
 def take(trainer: pl.Trainer, tree: Tree) -> list[list[dict[str, Any]]]:
@@ -28,7 +77,17 @@ def _copied(value: Any) -> Any:
     """Return a copy of a hyperparameter that code may write to, such as the tensor of a learning rate."""
     if type(value) in ATOMS or (type(value) is tuple and all(type(each) in ATOMS for each in value)):
         return value
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return _copied_part(value) if _is_plain(value) else _OBJECT
+
+
+def _copied_part(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: _copied_part(each) for key, each in value.items()}
+    return type(value)(map(_copied_part, value)) if isinstance(value, (list, tuple)) else value
 
 
 def put_back(trainer: pl.Trainer, replicated: Mapping[str, Any]) -> None:
@@ -56,6 +115,8 @@ def put_back(trainer: pl.Trainer, replicated: Mapping[str, Any]) -> None:
 
 def _put(now: Any, saved: Any) -> Any:
     """Return what a hyperparameter was. Where it can be written to, it is the same object: code may refer to it."""
+    if type(saved) is str and saved == _OBJECT:
+        return now
     tensors = isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)
     if tensors and (now.shape, now.dtype) == (saved.shape, saved.dtype):
         with torch.no_grad():

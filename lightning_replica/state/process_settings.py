@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.backends import cuda, cudnn, mkldnn, opt_einsum
+from torch.backends import cuda, cudnn, mha, mkldnn, opt_einsum
 
 from lightning_replica._compat.torch import float32_precision, unset_default_device
 from lightning_replica.devices.host import HOST
@@ -36,10 +36,24 @@ def _default_device() -> str:
         return HOST.type
 
 
+def _autocast() -> list[Any]:
+    found = [[torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))[6:]] for kind in _AUTOCAST]
+    return [*found, torch.is_autocast_cache_enabled()]
+
+
+def _set_autocast(settings: list[Any]) -> None:
+    *of_kinds, cache = settings
+    for kind, (enabled, dtype) in zip(_AUTOCAST, of_kinds, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, getattr(torch, dtype))
+    torch.set_autocast_cache_enabled(cache)
+
+
 def _set_default_device(kind: str) -> None:
     unset_default_device() if kind == HOST.type else torch.set_default_device(kind)
 
 
+_AUTOCAST: Final = ("cpu", "cuda")
 _PRECISION: Final = "precision of float32 products"
 _TINY: Final = sys.float_info.min
 _OF_EINSUM: Final = ("enabled", "strategy") if opt_einsum.is_available() else ()
@@ -58,6 +72,7 @@ _SETTINGS: Final[dict[str, _Pair]] = {
         lambda: [torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()],
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
+    "autocast": (_autocast, _set_autocast),
     "default device": (_default_device, _set_default_device),
     "denormal numbers are 0": (_flushes_denormals, torch.set_flush_denormal),
     "errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
@@ -70,6 +85,7 @@ _SETTINGS: Final[dict[str, _Pair]] = {
     "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     "memory-efficient attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     "attention by matrix products": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    "fast path of attention": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
 }
 
 

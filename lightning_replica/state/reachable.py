@@ -14,6 +14,7 @@ A tensor with a graph is restored without its graph. A graph that leads from one
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, 
 from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.signature import Signature, differences, signature_of
 from lightning_replica.state.objects.tracked import Taken, Tracked
+from lightning_replica.state.param_groups import GroupObjects
 
 
 class _Bare(Metric):
@@ -49,7 +51,10 @@ class _Bare(Metric):
         """Compute nothing."""
 
 
-_USER_SETS: Final = {"_automatic_optimization", "_strict_loading", "_example_input_array"}  # by properties
+# By properties, and by `toggle_optimizer`.
+_USER_SETS: Final = {
+    *("_automatic_optimization", "_strict_loading", "_example_input_array", "_param_requires_grad_state"),
+}
 # Attributes that are not the user's, or that other code restores: state/metrics.py restores a metric's declared states.
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _OF_LIGHTNING: Final = frozenset(vars(pl.LightningModule())) - _USER_SETS
@@ -60,9 +65,16 @@ GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take
 _HOOKS: Final = "hooks of "
 SAVED_HOOKS: Final = "hooks"  # no root is called so
 _NO_STATE: Final = (Accelerator,)  # it stands for devices, which no rollback moves
-_FUNCTIONS_OF_TORCH: Final = ("lr_lambdas",)  # attributes of schedulers
+_FUNCTIONS_OF_TORCH: Final = ("lr_lambdas", "_scale_fn_custom", "_scale_fn_ref")  # attributes of schedulers
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
-_OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
+# Settings of metrics, which code may change; what they compute goes back by state/metrics.py.
+_FLAGS_OF_METRICS: Final = frozenset(
+    (
+        *("compute_on_cpu", "compute_with_cache", "dist_sync_fn", "dist_sync_on_step", "sync_on_compute"),
+        *("distributed_available_fn", "_to_sync", "_should_unsync", "_enable_grad"),
+    )
+)
+_OF_METRICS: Final = _OF_TORCH | (frozenset(vars(_Bare())) - _FLAGS_OF_METRICS)
 
 
 class Reachable:
@@ -79,7 +91,8 @@ class Reachable:
         self._seen: list[Any] = []
         self._roots: list[Root] = []
         self._variables = _Variables(report)
-        self._hooks = HookObjects()
+        self._hooks, self._groups = HookObjects(), GroupObjects()
+        self._held: list[Any] = []
         self._anchors = Anchors({})
         self._saved_hooks: dict[str, str] | None = None
         module = trainer.lightning_module
@@ -89,7 +102,7 @@ class Reachable:
         self._look(Tree.of(module))
         self._tracked.begin(self._roots, self._anchors)
         known = _names_of(self._roots)
-        self._variables.learn(self._tracked.classes, self._tracked.functions)
+        self._variables.learn(self._tracked.classes, self._tracked.functions, self._tracked.modules)
         self._tree = None
         self._look(Tree.of(module))
         if _names_of(self._roots) != known:  # the code of these objects and functions leads to more variables
@@ -99,18 +112,22 @@ class Reachable:
         loaders = _loaders(self._trainer)
         sizes = [len(group["params"]) for each in self._trainer.optimizers for group in each.param_groups]
         marked = [id(each) for each in (*tree.parameters, *tree.buffers.values()) if each.__dict__ and _is_marked(each)]
+        marked += [id(each) for each in tree.buffers.values() if _is_trained_by_hand(each)]
         of_rank = [watch.of_rank() for _, _, watch in _watched(self._trainer)]
         self._report_both()
         self._hooks.look(self._trainer.lightning_module, tree)
+        self._groups.look(self._trainer)
         schedulers = [id(config.scheduler) for config in self._trainer.lr_scheduler_configs]
-        seen = [loaders, marked, sizes, of_rank, schedulers]
+        held = [*_groups_of(self._trainer), *self._trainer.strategy._lightning_optimizers]
+        seen = [loaders, marked, sizes, of_rank, schedulers, [*map(id, held)]]
         if tree is not self._tree or seen != self._seen:
-            self._tree, self._seen = tree, seen
+            self._tree, self._seen, self._held = tree, seen, held
             self._roots = [*_roots(self._trainer, tree), *self._roots_beside(tree)]
             self._anchors = anchors_of(self._trainer)
 
     def _roots_beside(self, tree: Tree) -> list[Root]:
-        return [Root(self._hooks.holder, "hook"), *self._variables.of(self._trainer, tree)]
+        holders = [Root(self._hooks.holder, "hook"), Root(self._groups.holder, "param groups")]
+        return [*holders, *self._variables.of(self._trainer, tree)]
 
     def _report_both(self) -> None:
         for name, _, watch in _watched(self._trainer):
@@ -143,13 +160,17 @@ class Reachable:
             if id(each) not in known and _is_marked(each):  # since then
                 for name in vars(each).keys() - _OF_TENSORS:
                     delattr(each, name)
+        for each in tree.buffers.values():
+            if id(each) not in known and _is_trained_by_hand(each):  # since then
+                each.requires_grad_(False).grad = None
         for name, _, watch in _watched(self._trainer):
             for attribute in watch.new:
                 why = "it was written to for the first time in the batch that is done again, and this does not go back"
                 self._report(f"{name}.{attribute}", why, "once")
         self._variables.environment.look()
         self._tracked.put_back(taken)
-        self._variables.environment.put()
+        self._variables.environment.put(self._report)
+        self._groups.put(self._trainer)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -168,8 +189,10 @@ class Reachable:
         roots = (*_roots(self._trainer, tree, all_tensors=True), *self._roots_beside(tree))
         self._variables.environment.look()
         self._hooks.look(self._trainer.lightning_module, tree)
+        self._groups.look(self._trainer)
         self._tracked.put_sent(roots, _anchored(self._trainer), sent)
-        self._variables.environment.put()
+        self._variables.environment.put(self._report)
+        self._groups.put(self._trainer)
 
     def signature(self, taken: Taken) -> Signature:
         """Return a signature of what has not changed since training began: what refers to what, without contents.
@@ -273,6 +296,11 @@ def _is_marked(tensor: Tensor) -> bool:
     return not _is_wrapper(tensor) and not vars(tensor).keys() <= _OF_TENSORS
 
 
+def _is_trained_by_hand(buffer: Tensor) -> bool:
+    """Return whether a buffer may have a gradient, as an adversarial perturbation has."""
+    return buffer.requires_grad and buffer.is_leaf and not _is_wrapper(buffer)
+
+
 def _is_wrapper(tensor: Tensor) -> bool:
     return type(tensor) not in _PLAIN and (hasattr(type(tensor), "__tensor_flatten__") or is_wrapper(tensor))
 
@@ -285,28 +313,40 @@ class _Variables:
         self._classes: dict[type, None] = {}
         self._learnt: list[type] = []
         self._functions: list[Any] = []
+        self._modules: list[ModuleType] = []
         self._known: Any = None
         self._roots: list[Root] = []
         self.environment = Environment()
 
-    def learn(self, classes: Iterable[type], functions: Iterable[Any]) -> None:
-        """Follow the code of further classes and functions, too."""
+    def learn(self, classes: Iterable[type], functions: Iterable[Any], modules: Iterable[ModuleType]) -> None:
+        """Follow the code of further classes and functions, too, and all variables of some modules of Python."""
         self._learnt = [cls for cls in filter(is_users_class, classes) if cls not in self._classes]
         self._functions = list({id(each): each for each in functions}.values())
+        self._modules = list(dict.fromkeys(modules))
 
     def of(self, trainer: pl.Trainer, tree: Tree) -> list[Root]:
         """Return where the walk over them begins."""
         objects = _objects_of(trainer)
         owners = (*tree.modules, *objects, *trainer.optimizers)
         classes = dict.fromkeys((*map(type, owners), *self._learnt))  # in the same order in every process of a job
-        known = classes, [*map(id, self._functions)]
+        known = classes, [*map(id, self._functions)], [*map(id, self._modules)]
         if known != self._known:
-            code = UserCode(objects, classes, self._functions, without=_NO_STATE)
+            code = UserCode(objects, classes, self._functions, self._modules, without=_NO_STATE)
             self._known = known
             self._classes, self._roots = classes, [*variables_of(code), *self.environment.of(code)]
+            for each in code.appending:
+                why = "it appends to a file: what it writes in a batch that is done again is there twice"
+                self._report(each, why, "unknown")
             if code.problem:
                 self._report("variables of your code", f"{code.problem}, so what changes in some does not go back")
         return self._roots
+
+
+def _groups_of(trainer: pl.Trainer) -> Iterator[Any]:
+    """Yield the lists of param groups, and the groups."""
+    for optimizer in trainer.optimizers:
+        yield optimizer.param_groups
+        yield from optimizer.param_groups
 
 
 def _names_of(roots: Iterable[Root]) -> list[Any]:
@@ -332,13 +372,16 @@ def _untrained(trainer: pl.Trainer) -> set[int]:
 def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterator[Root]:
     module = trainer.lightning_module
     untrained = _untrained(trainer)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    for name, tensor in module.named_parameters():
         if _is_wrapper(tensor):
             continue
         if id(tensor) in untrained:  # the gradient is the user's, too
             yield Root(tensor, f"module.{name}", _OF_TENSORS - {"grad"})
         elif all_tensors or _is_marked(tensor):
             yield Root(tensor, f"module.{name}", _OF_TENSORS)
+    for name, buffer in module.named_buffers():
+        if not _is_wrapper(buffer) and (all_tensors or _is_marked(buffer) or _is_trained_by_hand(buffer)):
+            yield Root(buffer, f"module.{name}", _OF_TENSORS - {"grad", "requires_grad"})
     names = {id(each): name for name, each in module.named_modules()}
     for each in tree.modules:
         name = f"module.{names[id(each)]}" if names.get(id(each)) else "module"
@@ -429,9 +472,15 @@ def _anchored_beside_data(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
     yield from ((f"buffer {name}", each) for name, each in module.named_buffers())
     yield from ((f"module {name}", each) for name, each in module.named_modules())
     yield from ((f"optimizer {place}", each) for place, each in enumerate(trainer.optimizers))
+    wrapped: list[Any] = trainer.strategy._lightning_optimizers  # as code gets them from `self.optimizers()`
+    yield from ((f"optimizer {place} of Lightning", each) for place, each in enumerate(wrapped))
     for place, optimizer in enumerate(trainer.optimizers):
         trained = (each for group in optimizer.param_groups for each in group["params"])
         yield from ((f"parameter {number} of optimizer {place}", each) for number, each in enumerate(trained))
+        yield f"groups of optimizer {place}", optimizer.param_groups
+        yield from (
+            (f"group {number} of optimizer {place}", each) for number, each in enumerate(optimizer.param_groups)
+        )
     for place, config in enumerate(trainer.lr_scheduler_configs):
         yield f"scheduler {place}", config.scheduler
     yield "trainer", trainer

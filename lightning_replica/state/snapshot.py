@@ -94,7 +94,8 @@ class Snapshot:
         own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         buffers: This rank's buffers that differ from those in ``replicated``.
         packed_buffers: The same, as they are mirrored; empty if they are not.
-        schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
+        schedulers: The scheduler configs themselves, which callbacks may replace, with their schedulers; None on a
+            replacement.
         trainer_callbacks: The callbacks, which may remove themselves; None on a replacement.
         frozen: What parameters held that no shard holds, as far as they change; empty on a replacement.
         structure: What the module consists of; None if the snapshot came from a checkpoint.
@@ -122,7 +123,7 @@ class Snapshot:
     own: bytes = b""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     packed_buffers: bytes = b""
-    schedulers: list[Any] | None = None
+    schedulers: list[tuple[Any, Any]] | None = None
     trainer_callbacks: list[Any] | None = None
     structure: Structure | None = None
     frozen: FrozenValues = field(default_factory=list)
@@ -239,6 +240,7 @@ class Copies:
     """
 
     def __init__(self, trainer: pl.Trainer, report: Report) -> None:
+        self.report = report
         self.reachable = Reachable(trainer, report)
         self.buffers = BufferCopies(report)
         self.callbacks = CallbackStates(report)
@@ -348,12 +350,14 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
     if snapshot.schedulers is None:
         follow_weight_averaging(trainer, state["callbacks"])
     else:
-        trainer.lr_scheduler_configs[:] = snapshot.schedulers
+        trainer.lr_scheduler_configs[:] = [config for config, _ in snapshot.schedulers]
+        for config, scheduler in snapshot.schedulers:
+            config.scheduler = scheduler
     if snapshot.trainer_callbacks is not None:
         trainer.callbacks[:] = snapshot.trainer_callbacks  # type: ignore[attr-defined]
     # What `load_state_dict` sets beside the state belongs to a run that resumes; a predecessor never had it.
     with copies.reachable.unchanged() if snapshot.sent and same_fit else nullcontext():
-        _load_states(trainer, state)
+        _load_states(trainer, state, copies.report)
     if same_fit:
         for config, taken in zip(trainer.lr_scheduler_configs, state["scheduler_configs"], strict=True):
             _put_config(config, taken)
@@ -370,12 +374,12 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
     copies.buffers.due = state.get("buffers_due", True)  # an earlier version's checkpoint has none
 
 
-def _load_states(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+def _load_states(trainer: pl.Trainer, state: dict[str, Any], report: Report) -> None:
     """Load the states of schedulers and callbacks."""
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         if saved is not None:
             config.scheduler.load_state_dict(copy.deepcopy(saved))
-    restore_callbacks(stateful(trainer), state["callbacks"])
+    restore_callbacks(stateful(trainer), state["callbacks"], report)
 
 
 def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
@@ -433,7 +437,7 @@ def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree, metrics: M
     """Complete a snapshot with the state that belongs to this rank, and return it."""
     snapshot.results = export_results(trainer.fit_loop.epoch_loop._results)
     snapshot.metric_states = metrics.copy(tree)
-    snapshot.schedulers = list(trainer.lr_scheduler_configs)
+    snapshot.schedulers = [(config, config.scheduler) for config in trainer.lr_scheduler_configs]
     snapshot.trainer_callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
     states, snapshot.fetching = training_fetches(trainer).state(back)

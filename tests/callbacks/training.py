@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_replica import RecoveryCallback, RecoveryReport
+from lightning_replica.core.lines import append
 from tests.support import job
 from tests.support.doubles import overriding, put
 
@@ -40,8 +41,7 @@ class Recorder(RecoveryCallback):
         self.rank = int(os.environ["LOCAL_RANK"])
 
     def write(self, *values: Any) -> None:
-        with (self.out / f"hooks{self.rank}").open("a") as file:
-            file.write(json.dumps(values) + "\n")
+        append(self.out / f"hooks{self.rank}", json.dumps(values) + "\n")
 
     def reached(self, trainer: Any, context: Any) -> None:
         assert trainer.global_rank == context.rank == self.rank

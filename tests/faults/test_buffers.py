@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_replica import CheckpointPublisher, DyingGaspCheckpoint, ReplicaZeroStrategy
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.export import read_whole
+from lightning_replica.core.lines import append
 from lightning_replica.exit_codes import GASP_WRITTEN
 from lightning_replica.state.module_buffers import OWN_BYTES
 from tests.support import job, world
@@ -45,8 +46,8 @@ class Plain(L.LightningModule):
         self.out = str(out)
 
     def note(self, place: str) -> None:
-        with Path(self.out, f"seen{self.global_rank}").open("a") as file:
-            file.write(f"{place} {self.trainer.current_epoch} {self.trainer.global_step}: {digests(self.buffers())}\n")
+        now = f"{place} {self.trainer.current_epoch} {self.trainer.global_step}"
+        append(Path(self.out, f"seen{self.global_rank}"), f"{now}: {digests(self.buffers())}\n")
 
     def forward(self, batch: Any) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[0]) * (1 + self.drift[0] / 100), batch[1])

@@ -4,9 +4,14 @@ It prints a line of JSON for each: what the state was, what it was after a recov
 both.
 """
 
+import contextlib
+import contextvars
 import functools
 import itertools
 import json
+import logging
+import multiprocessing
+import operator
 import os
 import random
 import sys
@@ -19,12 +24,15 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
+from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LRScheduler
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_replica import ReplicaZeroStrategy
+from tests.state import settings_of_kinds
 
 STEP = 3
 
@@ -628,8 +636,506 @@ class Generates(Kind):
         return self.last
 
 
+class LearningBuffer(Kind):
+    """A perturbation that is trained by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delta: Tensor
+        self.late: Tensor
+        self.register_buffer("delta", torch.zeros(2, requires_grad=True))
+        self.register_buffer("late", torch.zeros(2))
+
+    def change(self) -> None:
+        (self.delta * self.changes).sum().backward()
+        with torch.no_grad():
+            self.delta += 1
+        if self.changes > STEP:
+            self.late.requires_grad_()
+            self.late.sum().backward()
+
+    def look(self) -> Any:
+        found = [(each, each.requires_grad, each.grad) for each in (self.delta, self.late)]
+        return [(each.tolist(), learns, None if grad is None else grad.tolist()) for each, learns, grad in found]
+
+
+class _Computed:
+    __slots__ = ("asked", "number", "value")
+
+    def __init__(self) -> None:
+        self.asked, self.number = [0], 0
+
+    def __getattr__(self, name: str) -> Any:  # of an empty slot only
+        self.asked[0] += 1
+        raise AttributeError(name)
+
+
+class EmptySlot(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = _Computed()
+
+    def change(self) -> None:
+        self.computed.number += 1
+
+    def look(self) -> Any:
+        return [self.computed.number, self.computed.asked]
+
+
+class RowOfWeight(Kind):
+    """A part of a weight, with a graph that leads to the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = self.line.weight[0]
+
+    def look(self) -> Any:
+        return [self.changes, self.row.tolist() == self.line.weight[0].tolist(), self.row.requires_grad]
+
+
+class LosesGraph(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Any = 0.0
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        self.turn()
+        loss = self.line(batch[0]).square().mean()
+        if self.total == 0.0:
+            self.total = loss * 2
+        return loss
+
+    def change(self) -> None:
+        if isinstance(self.total, Tensor):
+            self.total.detach_()
+            self.total += 1
+
+    def look(self) -> Any:
+        return self.total.item() if isinstance(self.total, Tensor) else self.total
+
+
+class OfInference(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Tensor
+        with torch.inference_mode():
+            self.register_buffer("counts", torch.zeros(2))
+            self.seen = torch.zeros(2)
+
+    def change(self) -> None:
+        with torch.inference_mode():
+            self.counts += 1
+            self.seen += 1
+
+    def look(self) -> Any:
+        return [self.counts.tolist(), self.seen.tolist()]
+
+
+class HiddenLazy(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.LazyLinear(1)]
+
+    def change(self) -> None:
+        if self.changes > 1:
+            self.hidden[0](torch.ones(1, 3))
+            self.hidden[0].weight.data.fill_(self.changes)
+
+    def look(self) -> Any:
+        return [self.changes, type(self.hidden[0]).__name__, self.hidden[0].weight.tolist()]
+
+
+class Toggled(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.line, self.other)]
+
+    def training_step(self, batch: list[Tensor], _: int) -> None:  # type: ignore[override]
+        self.turn()
+        optimizer = self._optimizers[0]
+        optimizer.zero_grad()
+        self.manual_backward(self.line(batch[0]).square().mean())
+        optimizer.step()
+
+    @property
+    def _optimizers(self) -> Any:
+        return self.optimizers()
+
+    def change(self) -> None:
+        if self.changes % 2:
+            self.toggle_optimizer(self._optimizers[0])
+        else:
+            self.untoggle_optimizer(self._optimizers[0])
+
+    def look(self) -> Any:
+        return [[each.requires_grad for each in self.parameters()], len(self._param_requires_grad_state)]
+
+
+class _Scale:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, _: float) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+class ScaleOfScheduler(Kind):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.line.parameters(), lr=0.1)
+        scale = _Scale()
+        scheduler = CyclicLR(optimizer, 0.01, 0.1, scale_fn=scale, cycle_momentum=False)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def change(self) -> None:
+        self.trainer.lr_scheduler_configs[0].scheduler.get_lr()
+
+    def look(self) -> Any:
+        scheduler: Any = self.trainer.lr_scheduler_configs[0].scheduler
+        return scheduler._scale_fn_custom.calls
+
+
+class ActiveOptimizer(Kind):
+    """Which of two optimizers is the active one, and the settings of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(1, 1)
+        self.now: Any = None
+        self.group: Any = None
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.line.parameters()}, {"params": self.other.parameters()}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def change(self) -> None:
+        optimizer: Any = self.optimizers()
+        self.now = optimizer if self.changes % 2 else optimizer.optimizer
+        self.group = optimizer.param_groups[self.changes % 2]
+
+    def look(self) -> Any:
+        optimizer: Any = self.optimizers()
+        active = [self.now is each for each in (optimizer, optimizer.optimizer)]
+        return [active, [self.group is each for each in optimizer.param_groups]]
+
+
+class IdOfAnObject(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = [_Item(), _Item()]
+        self.last, self.all = 0, [0]
+
+    def change(self) -> None:
+        self.last = id(self.items[self.changes % 2])
+        self.all = [id(self.line), self.last]
+
+    def look(self) -> Any:
+        return [self.last == id(each) for each in self.items], self.all == [id(self.line), self.last]
+
+
+class _Config(dict[str, int]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__ = self
+        self.number: int = 0
+
+
+class ItsOwnDict(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Config()
+        self.new: Any = None
+
+    def change(self) -> None:
+        self.first.number += 1
+        if self.changes % 2:
+            self.new = _Config()
+        self.new.number += self.changes
+
+    def look(self) -> Any:
+        return [self.first, self.first.number, self.new, None if self.new is None else self.new.number]
+
+
+class _Bag:
+    items: list[int] = []  # all objects share it
+
+    @property
+    def count(self) -> int:
+        raise RuntimeError("Nobody asks for it.")
+
+
+class DefaultOfAClass(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.other = _Bag(), _Bag()
+        vars(self.bag)["count"] = 0
+
+    def change(self) -> None:
+        if self.changes == 1:
+            self.bag.items = [0]
+        self.bag.items.append(self.changes)
+        vars(self.bag)["count"] = [self.changes]
+
+    def look(self) -> Any:
+        return [self.bag.items, self.other.items, vars(self.bag)["count"]]
+
+
+class TupleMadeAgain(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        pair: Any = Pair([iter([1, 2, 3, 4, 5, 6])])  # type: ignore[list-item]
+        pair.note = 0
+        self.pair = pair
+
+    def change(self) -> None:
+        next(self.pair[0])
+        self.pair.note += 1
+
+    def look(self) -> Any:
+        return [operator.length_hint(self.pair[0]), self.pair.note]
+
+
+_this = sys.modules[__name__]
+
+
+class NewVariables(Kind):
+    """Variables of modules that there were not before training."""
+
+    def change(self) -> None:
+        _this.first_extra = self.changes  # type: ignore[attr-defined]
+        globals()["second_extra"] = self.changes
+
+    def look(self) -> Any:
+        return [vars(_this).get(name) for name in ("first_extra", "second_extra")]
+
+
+class Adapter(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter: Any = logging.LoggerAdapter(logging.getLogger(__name__), {"number": 0})
+
+    def change(self) -> None:
+        self.adapter.extra["number"] += 1
+
+    def look(self) -> Any:
+        return self.adapter.extra
+
+
+class Resized(Kind):
+    """Arrays and tensors that are new in training, and then get another size in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Any = None
+        self.flat: Any = None
+
+    def change(self) -> None:
+        if self.rows is None:
+            self.rows, self.flat = np.zeros(1), torch.zeros(1)
+        self.rows.resize(self.changes, refcheck=False)
+        self.flat.resize_(self.changes).fill_(self.changes)
+
+    def look(self) -> Any:
+        return None if self.rows is None else [self.rows.tolist(), self.flat.tolist()]
+
+
+class SettingsModule(Kind):
+    """A module of Python that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: Any = settings_of_kinds
+
+    def change(self) -> None:
+        self.settings.RATE = self.changes
+
+    def look(self) -> Any:
+        return self.settings.RATE
+
+
+class OtherScheduler(Kind):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.line.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    def change(self) -> None:
+        if self.changes > STEP:
+            (config,) = self.trainer.lr_scheduler_configs
+            config.scheduler = ExponentialLR(config.scheduler.optimizer, 0.5)
+
+    def look(self) -> Any:
+        (config,) = self.trainer.lr_scheduler_configs
+        scheduler: Any = config.scheduler
+        return [self.changes, scheduler.gamma, scheduler.last_epoch]
+
+
+class ObjectInGroup(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pace = _Item()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": self.line.parameters(), "pace": self.pace}], lr=0.1)
+
+    @property
+    def _group(self) -> Any:
+        optimizer: Any = self.optimizers()
+        return optimizer.param_groups[0]
+
+    def change(self) -> None:
+        self.pace.number += 1
+        if self.changes > STEP:
+            self._group["pace"] = _Item()
+
+    def look(self) -> Any:
+        return [self.pace.number, self._group["pace"] is self.pace]
+
+
+class GradientOfATensor(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = [torch.zeros(2, requires_grad=True), torch.zeros(1)]
+
+    def change(self) -> None:
+        first, second = self.own
+        (first * self.changes).sum().backward()
+        if self.changes > STEP:
+            second.requires_grad_()
+        if self.changes == 2:
+            self.own[0] = torch.ones(2, requires_grad=True)
+
+    def look(self) -> Any:
+        gradients = [each.grad for each in self.own]
+        shown = [None if each is None else each.tolist() for each in gradients]
+        return [self.changes, shown, [each.requires_grad for each in self.own]]
+
+
+class RateOfNumPy(Kind):
+    @property
+    def _group(self) -> Any:
+        optimizer: Any = self.optimizers()
+        return optimizer.param_groups[0]
+
+    def change(self) -> None:
+        self._group["lr"] = 0.5 if self.changes > STEP else np.float64(1 / self.changes)
+        self._group["warm"] = [np.float32(self.changes)]
+
+    def look(self) -> Any:
+        return [type(self._group["lr"]).__name__, float(self._group["lr"]), self._group.get("warm")]
+
+
+class NameOfAState(Kind):
+    """Another name for the state of a metric, and a setting of the metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.value = self.mean.mean_value
+
+    def change(self) -> None:
+        self.mean.update(self.changes)
+        self.mean.sync_on_compute = self.changes % 2 == 0
+
+    def look(self) -> Any:
+        value: Any = self.value
+        return [value is self.mean.mean_value, value.item(), self.mean.sync_on_compute]
+
+
+class StaticMethod(Kind):
+    @staticmethod
+    def name() -> str:
+        return "first"
+
+    def change(self) -> None:
+        if self.changes > STEP:
+            type(self).name = staticmethod(lambda: "second")  # type: ignore[method-assign]
+
+    def look(self) -> Any:
+        return [self.changes, self.name()]
+
+
+class Directory(Kind):
+    def change(self) -> None:
+        if self.changes > STEP:
+            os.chdir("/")
+
+    def look(self) -> Any:
+        return [self.changes, os.getcwd()]
+
+
+class Flag(Kind):
+    """It is told: an event of another process's cannot be set back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = multiprocessing.get_context("fork").Event()
+
+    def change(self) -> None:
+        if self.changes > STEP:
+            self.flag.set()
+
+    def look(self) -> Any:
+        return [self.changes, self.flag.is_set()]
+
+
+class NoValueYet(Kind):
+    """It is told: a variable of a context cannot lose its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: contextvars.ContextVar[int] = contextvars.ContextVar("current")
+
+    def change(self) -> None:
+        if self.changes > STEP:
+            self.current.set(self.changes)
+
+    def look(self) -> Any:
+        return [self.changes, self.current.get(0)]
+
+
+class OpenBlock(Kind):
+    """It is told: a block that has ended cannot be open again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+        self.block = self._block()
+        self.block.__enter__()
+
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def change(self) -> None:
+        if self.changes > STEP and self.inside:
+            self.block.__exit__(None, None, None)
+
+    def look(self) -> Any:
+        return [self.changes, self.inside]
+
+
+class OwnLogger(Kind):
+    """It is told: what a logger of the module's own has written is there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own_logger = CSVLogger("/dev/null")
+
+    def look(self) -> Any:
+        return self.changes
+
+
 KINDS: dict[str, type[Kind]] = {each.__name__: each for each in Kind.__subclasses__()}
-ALONE = ("Globals", "TensorHooks", "GivenFunction", "Defaults")
+ALONE = (
+    *("Globals", "TensorHooks", "GivenFunction", "Defaults", "NewVariables", "SettingsModule", "StaticMethod"),
+    "Directory",
+)
 """Kinds of which a process has one state only, or of which a replacement says that it lacks something."""
 
 

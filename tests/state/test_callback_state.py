@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from torch import nn
 
 from lightning_replica._compat.tree import Tree
+from lightning_replica.core.inexact import warn
 from lightning_replica.state.callback_state import (
     CallbackStates,
     batch_norm_momenta,
@@ -25,7 +26,7 @@ def test_the_score_of_a_checkpoint_callback(tmp_path: Path) -> None:
     before.current_score = torch.tensor(3.0)  # of a step that is done again
     replacement = ModelCheckpoint(tmp_path, monitor="val")
     for callback in (before, replacement):
-        restore_callbacks({callback.state_key: callback}, saved)
+        restore_callbacks({callback.state_key: callback}, saved, warn)
         assert callback.current_score is not None
         assert callback.best_model_score is not None
         assert (callback.current_score.item(), callback.best_model_score.item()) == (2.0, 1.0)
@@ -34,7 +35,7 @@ def test_the_score_of_a_checkpoint_callback(tmp_path: Path) -> None:
 def test_a_file_sets_no_other_attribute(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path)
     crafted = {"state": {}, "extras": {"dirpath": "/elsewhere", "current_score": 1.0}}
-    restore_callbacks({"callback": callback}, {"callback": crafted})
+    restore_callbacks({"callback": callback}, {"callback": crafted}, warn)
     assert vars(callback)["dirpath"] == str(tmp_path)
     assert vars(callback)["current_score"] == 1.0
 

@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -334,7 +335,36 @@ def test_long_chains_and_odd_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "chained", module)
     found = UserCode([], [vars(module)["Calls"]])
     assert found.problem == ""
-    assert found.written["chained"] == {"COUNT"}
+    assert found.written == {"COUNT"}
+
+
+class Writes:
+    """Code that writes to variables, and to files."""
+
+    def __init__(self) -> None:
+        self.own, self.shape = 1, ()
+
+    def of_a_module(self, settings: Any) -> None:
+        settings.rate = 1
+        os.another = 2  # type: ignore[attr-defined]
+        globals()["third"] = 3
+
+    def to_files(self, path: str, rows: Path) -> None:
+        with open(path, "a") as file, rows.open("ab+") as other:
+            file.write("1")
+            other.write(b"1")
+
+    def not_to_files(self, path: str) -> str:
+        with open(path) as file:
+            return file.read() + "all"
+
+
+def test_what_code_writes_to() -> None:
+    found = UserCode([], [Writes])
+    assert found.problem == ""
+    assert {"rate", "another", "third"} <= found.written
+    assert found.written.isdisjoint({"own", "shape"})
+    assert [name.partition(" ")[0] for name in found.appending] == ["to_files"]
 
 
 class Refuses:

@@ -15,6 +15,10 @@ TOLD = {
     "Generates": "module.numbers",
     "Row": "module.row",
     "BytesOfAnArray": "module.shown",
+    "Flag": "module.flag._flag",
+    "NoValueYet": "module.current",
+    "OpenBlock": "module.block.gen",
+    "OwnLogger": "module.own_logger",
 }
 # On Python 3.14, a count of itertools cannot be made again.
 COUNTS = ("Vocabulary", "Defaults") if sys.version_info >= (3, 14) else ()

@@ -137,3 +137,14 @@ def test_what_peers_do_not_keep_is_named() -> None:
     finding = inexact.known["module.x"]
     assert finding.scope == "replacement"
     assert "they are large" in finding.why
+
+
+def test_a_buffer_that_is_trained_by_hand_is_so_with_the_content_of_another_rank() -> None:
+    copies, buffer = copies_of(), torch.zeros(2, requires_grad=True)
+    copies.take({"x": buffer})
+    buffer.grad = torch.ones(2)
+    copies.shared["x"] = torch.ones(2)  # as a broadcast brings it
+    copies.give({"x": buffer})
+    assert buffer.tolist() == [1, 1]
+    assert buffer.requires_grad
+    assert buffer.grad.tolist() == [1, 1]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from torch.backends import cuda, cudnn, mkldnn, opt_einsum
+from torch.backends import cuda, cudnn, mha, mkldnn, opt_einsum
 
 from lightning_replica.state import process_settings
 
@@ -23,6 +23,8 @@ CHANGES: dict[str, Callable[[], object]] = {
     "default device": lambda: torch.set_default_device("meta"),
     "denormal numbers are 0": lambda: torch.set_flush_denormal(True),
     "errors of NumPy": lambda: np.seterr(over="raise"),
+    "autocast": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "fast path of attention": lambda: mha.set_fastpath_enabled(False),
     "oneDNN": lambda: setattr(mkldnn, "enabled", False),
     "attention by cuDNN": lambda: cuda.enable_cudnn_sdp(False),
     "cudnn.enabled": lambda: setattr(cudnn, "enabled", False),

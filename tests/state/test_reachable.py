@@ -88,7 +88,7 @@ class Copies:
             lr_scheduler_configs=[],
             loggers=[],
             fit_loop=SimpleNamespace(_combined_loader=None, epoch_loop=SimpleNamespace(val_loop=loop)),
-            strategy=object(),
+            strategy=SimpleNamespace(_lightning_optimizers=[]),
         )
         self.reachable = Reachable(trainer, self.inexact.report)
         self.tree: Tree | None = None
@@ -1115,3 +1115,17 @@ def test_an_object_that_asks_another_one_for_all_that_it_lacks() -> None:
     replaced = put_sent(other, copies.private())
     assert other.advance() == module.advance() == (2, 1)
     assert not {**copies.inexact.known, **replaced.inexact.known}
+
+
+def test_a_partial_is_looked_at_without_a_trace() -> None:
+    """Python joins a partial of a partial only if the inner one has no attributes, not even an empty dict of them."""
+    module: Any = LightningModule()
+    module.inner = functools.partial(pow, exp=2)
+    copies = Copies(module)
+    copies.put(copies.take())
+    assert functools.partial(module.inner, mod=3).keywords == {"exp": 2, "mod": 3}
+    module.inner.note = 1
+    taken = copies.take()
+    module.inner.note = 2
+    copies.put(taken)
+    assert module.inner.note == 1

@@ -24,6 +24,7 @@ from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.callbacks import DyingGaspCheckpoint
 from lightning_replica.chaos.flip import flip_bit
 from lightning_replica.core.grids import Grids
+from lightning_replica.core.lines import append
 from lightning_replica.core.points import listen
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.sharding.state import ShardedState
@@ -200,8 +201,7 @@ class Faults(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         digest = hashlib.sha256(batch[0].cpu().numpy().tobytes()).hexdigest()[:12]
-        with (self.out / f"batches{trainer.global_rank}").open("a") as file:
-            file.write(f"{trainer.current_epoch} {batch_idx} {digest}\n")
+        append(self.out / f"batches{trainer.global_rank}", f"{trainer.current_epoch} {batch_idx} {digest}\n")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.reach("train_batch_end", trainer.global_step)

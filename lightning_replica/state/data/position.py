@@ -58,6 +58,7 @@ from lightning_replica.state.data.sources import (
     sources_of,
 )
 from lightning_replica.state.data.workers import used_weights
+from lightning_replica.state.objects.kinds import has_attributes
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def _tensors_in(batch: Any) -> list[tuple[Tensor, int]]:
         elif isinstance(value, (list, tuple)):
             ahead += value
         elif type(value) not in ATOMS:
-            ahead += getattr(value, "__dict__", {}).values()
+            ahead += vars(value).values() if has_attributes(value) else ()
     return found
 
 

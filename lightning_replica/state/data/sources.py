@@ -39,7 +39,7 @@ from lightning_replica.core.inexact import Report, Scope, say_nothing, warn
 from lightning_replica.core.user_code import UserCode, is_users_class
 from lightning_replica.state.code_variables import variables_of
 from lightning_replica.state.objects.capture import Anchors, Root
-from lightning_replica.state.objects.kinds import keeps_something, slots_of
+from lightning_replica.state.objects.kinds import has_attributes, keeps_something, slots_of
 from lightning_replica.state.objects.tracked import LEFT_OUT, MIRRORED, Limits, Taken, Tracked, changed_between
 
 _LIMITS: Final = MIRRORED._replace(
@@ -397,7 +397,8 @@ def sources_of(loader: Any) -> Iterator[Any]:
         seen.add(id(source))
         yield source
         if _may_sample(source) or hasattr(source, "__iter__"):
-            ahead += [each for value in getattr(source, "__dict__", {}).values() for each in _samplers_in(value)]
+            held = vars(source).values() if has_attributes(source) else ()
+            ahead += [each for value in held for each in _samplers_in(value)]
 
 
 def _datasets_in(dataset: Any) -> Iterator[Any]:
@@ -421,7 +422,7 @@ def _has_state(source: Any) -> bool:
 
     If not, as for a function, a list or an object with slots, the source is what an attribute of "the loader" holds.
     """
-    if is_function(source) or not hasattr(source, "__dict__") or (slots_of(type(source)) and not _is_known(source)):
+    if is_function(source) or not has_attributes(source) or (slots_of(type(source)) and not _is_known(source)):
         return False
     return isinstance(source, (Sampler, Dataset)) or not _is_known(source)
 

@@ -47,6 +47,7 @@ from lightning_replica.state.objects.kinds import (
     Kind,
     derives_attributes,
     describe,
+    has_attributes,
     is_harmless,
     is_of_pandas,
     keeps_something,
@@ -57,6 +58,7 @@ from lightning_replica.state.objects.rebuilding import parts_of
 from lightning_replica.state.objects.records import (
     OF_KIND,
     Attributes,
+    Block,
     Closure,
     Graphed,
     MethodInC,
@@ -68,6 +70,7 @@ from lightning_replica.state.objects.records import (
     Variable,
     Wrapper,
     beside_content,
+    is_graphed,
     leads_on,
     mapping_of,
     wake_waiting,
@@ -237,7 +240,7 @@ class Capture:
         Args:
             report: Called with what has changed and cannot be restored, and with that of which nothing shows it.
         """
-        stands = _Standing({key: each for key, each in self.records.items() if isinstance(each, Remade)}, report)
+        stands = _Standing(self.records, report)
         for held, copy in self.copies:  # first: a gradient has the shape of its tensor
             try:
                 if copy is not None:
@@ -277,12 +280,13 @@ class _Standing:
     """Returns what stands for a value after a restoration: the value, or what was made in its place.
 
     Args:
-        remade: The records of what may be made again.
+        records: What objects held, by their keys.
         report: Called with what could not be made again, and with what keeps the former object.
     """
 
-    def __init__(self, remade: Mapping[int, Remade], report: Report) -> None:
-        self._remade, self._report = remade, report
+    def __init__(self, records: Mapping[int, Record], report: Report) -> None:
+        self._records, self._report = records, report
+        self._remade = {key: each for key, each in records.items() if isinstance(each, Remade)}
         self._made: dict[int, Any] = {}
         self._making, self._cycles = set[int](), set[int]()
 
@@ -295,10 +299,17 @@ class _Standing:
             self._made[key] = value  # a tuple that contains itself
             try:
                 self._made[key] = self._remade[key].made_again(self)
+                self._give(value, self._made[key])
             except Exception as error:  # its class runs code of its own, or refuses
                 self._report(self._remade[key].name, _not_put_back(error), "once")
             self._making.discard(key)
         return self._made.get(key, value)
+
+    def _give(self, former: Any, made: Any) -> None:
+        """Give the attributes of an object to what was made in its place."""
+        beside = self._records.get(~id(former))
+        if made is not former and isinstance(beside, (Attributes, Slots)):
+            beside.give(made, self)
 
     def report_former(self, functions: Iterable[Record]) -> None:
         """Report what still refers to an object in C that another one has taken the place of."""
@@ -518,9 +529,10 @@ class Recorder:
             return
         if key in self._records or ~key in self._records:
             return
-        if type(value) is GeneratorType and isinstance(parent.value, AbstractContextManager):
-            return  # it waits for the end of its block
         name = parent.name + name
+        if type(value) is GeneratorType and isinstance(parent.value, AbstractContextManager):
+            yield key, Block(value, name)
+            return
         if kind is Kind.TENSOR:
             yield from self._reach_tensor(name, value, reached, inside)
         elif kind is Kind.ARRAY and is_content(value):
@@ -529,7 +541,7 @@ class Recorder:
             if (beside := beside_content(value, name)) is not None:  # of a class of its own, as a masked one
                 yield ~key, beside
         elif kind is Kind.OBJECT:
-            if hasattr(value, "__dict__"):
+            if has_attributes(value):
                 yield id(value), Attributes(value, name)
             if slots_of(type(value)):
                 yield ~id(value), Slots(value, name)
@@ -546,7 +558,7 @@ class Recorder:
             leads_on = kind not in (Kind.TUPLE, Kind.FUNCTION) or any(
                 kind_of(each) is not Kind.ATOM for _, each in record.children()
             )
-            if not leads_on and not hasattr(value, "__dict__"):
+            if not leads_on and (kind is Kind.FUNCTION or not has_attributes(value)):
                 return
             if leads_on:
                 yield key, record
@@ -572,9 +584,11 @@ class Recorder:
         if not is_content(value):
             flattens = hasattr(value, "__tensor_flatten__")
             yield id(value), Wrapper(value, name) if flattens else Unknown(value, name)
-        elif value.requires_grad and not value.is_leaf:
+        elif self._anchors.has_memory_of(value):
+            return  # a part of a parameter, perhaps with a graph that leads to it
+        elif is_graphed(value):
             yield id(value), Graphed(value, name)
-        elif not self._anchors.has_memory_of(value):
+        else:
             yield from self._reach_content(name, value, reached, inside)
 
     def _reach_content(
@@ -601,7 +615,7 @@ class Recorder:
             return False
         for key in changed:
             record = self._records[key]
-            if isinstance(record, Unknown):
+            if isinstance(record, Unknown) and not _is_tensor_now(record.value):
                 self._report_unknown(record)
             renewed, container = record.renewed(), self._in_turn.get(key)
             added = renewed.added_to(record)
@@ -613,6 +627,7 @@ class Recorder:
             self._add(key, renewed, None, container, known, added)
         dropped = max(_DROPPED, len(self._records) // _KEPT_OF)
         marked = any(isinstance(each := self._records[key], Content) and any(each.has_attributes) for key in changed)
+        marked |= any(_is_of_another_kind(self._records[key]) for key in changed)
         if marked or self._dropped > dropped or self._dropped_bytes > _DROPPED_BYTES:
             self._walk()
         return True
@@ -712,6 +727,18 @@ class _Modules:
             return []
         self._note()
         return self._ids
+
+
+def _is_tensor_now(value: Any) -> bool:
+    """Return whether a value is a tensor whose content can be compared, as a lazy one that has got its shape."""
+    return isinstance(value, Tensor) and is_content(value)
+
+
+def _is_of_another_kind(record: Record) -> bool:
+    """Return whether the content of a tensor counts now, which did not: it has lost its graph, or got its shape."""
+    if isinstance(record, Graphed):
+        return not is_graphed(record.value)
+    return isinstance(record, Unknown) and _is_tensor_now(record.value)
 
 
 def _is_of_a_class(view: Any) -> bool:

@@ -104,10 +104,15 @@ class Held:
         value = self.value if type(self.value) in _BASE_CLASSES else plain_of(self.value)
         return int(value.data_ptr())
 
-    def put_back(self, copy: Copy) -> None:
-        """Write the content of ``copy`` if the present one is another."""
-        if learns(self.value) and not hasattr(copy, "learns"):  # since then, or it has become a part of a graph
-            with suppress(RuntimeError):  # a view cannot
+    def put_back(self, copy: Copy, still_learns: bool = False) -> None:
+        """Write the content of ``copy`` if the present one is another.
+
+        Args:
+            copy: What `take` has copied, here or in another process.
+            still_learns: Whether a tensor that requires a gradient goes on to, whatever the copy says.
+        """
+        if learns(self.value) and not hasattr(copy, "learns") and not (still_learns and self.value.is_leaf):
+            with suppress(RuntimeError):  # since then, or it has become a part of a graph; a view cannot
                 self.value.detach_().grad = None
         self._regain_memory(copy)
         content = plain_of(self.value)
@@ -159,7 +164,8 @@ def fill(tensor: Tensor, values: Tensor) -> None:
         return
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     part = tuple(slice(0, 1) if stride == 0 and length > 1 else slice(None) for length, stride in sizes)
-    with torch.no_grad():
+    # Only in that mode may a tensor be written to that was made in it.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor[part].copy_(values[part])
 
 

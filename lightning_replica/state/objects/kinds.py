@@ -33,6 +33,7 @@ import queue
 import random
 import re
 import socket
+import struct
 import subprocess
 import threading
 import types
@@ -47,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
-from lightning_replica._compat.lightning_names import Logger, Strategy, pl
+from lightning_replica._compat.lightning_names import CombinedLoader, Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core.user_code import CACHE, module_of
@@ -93,7 +94,7 @@ _IMMUTABLE: Final = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, np.generic, enum.Enum),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
-    *(fractions.Fraction, uuid.UUID, re.Pattern, types.ModuleType, types.CodeType),
+    *(fractions.Fraction, uuid.UUID, re.Pattern, re.Match, struct.Struct, types.ModuleType, types.CodeType),
     *(types.GenericAlias, types.WrapperDescriptorType, types.MethodDescriptorType),
     *(np.ufunc, logging.Logger, torch.finfo, torch.iinfo),
 )
@@ -103,10 +104,10 @@ _VALUES_BY_PICKLE: Final = (
 )
 # State that other code of this package restores, or that is no state of the training.
 _CLOSED: Final = (
-    *(Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
+    *(Strategy, pl.Trainer, torch.distributed.ProcessGroup),
     *(torch.distributed.Store, torch.utils.hooks.RemovableHandle, *torch_jit.CONSTANT),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition),
-    multiprocessing.synchronize.SemLock,
+    *(multiprocessing.synchronize.Lock, multiprocessing.synchronize.RLock, multiprocessing.synchronize.Condition),
 )
 # Tables, which may take more memory than there is for a copy; handlers and filters that are not the user's.
 _IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.", "logging.")
@@ -119,6 +120,7 @@ LIVE: Final = (
     *(queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue),
     *(multiprocessing.connection.Connection, concurrent.futures.Future, asyncio.Future),
 )
+_COUNTED: Final = (multiprocessing.synchronize.SemLock,)  # semaphores, also of events
 _CTYPES: Final = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
 _POINTERS: Final = "PzZOX"  # codes of the types of ctypes that hold addresses
 _STREAMS: Final = (io.BytesIO, io.StringIO)
@@ -191,10 +193,9 @@ def kind_of_class(cls: type) -> Kind:
         return Kind.OPAQUE
     if is_of_lightning(module) or module.startswith(_CLOSED_MODULES):
         return Kind.CLOSED
-    has_attributes = hasattr(cls, "__dict__") and (cls.__dictoffset__ != 0 or bool(slots_of(cls)))
     if derives_attributes(cls):
         return Kind.REBUILT
-    if has_attributes:
+    if cls.__dictoffset__ != 0 or slots_of(cls):
         return Kind.REBUILT if has_content_in_c(cls) else Kind.OBJECT
     return Kind.REBUILT if gives_parts(cls) else Kind.OPAQUE
 
@@ -285,7 +286,11 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.CELL, (types.CellType, contextvars.ContextVar)),
     (Kind.OBJECT, (threading.local,)),  # what it holds for the thread that trains
     (Kind.OPAQUE, (decimal.Context,)),  # the one of a thread stays the same object
-    (Kind.OPAQUE, (*LIVE, *ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
+    (Kind.OBJECT, (logging.LoggerAdapter,)),
+    (Kind.OPAQUE, (Logger, CombinedLoader)),  # those of the trainer are anchors
+    (Kind.OPAQUE, (torch.UntypedStorage, torch.TypedStorage)),  # not compared, as tensors are
+    (Kind.OPAQUE, (*_COUNTED, *LIVE, *ITERTOOLS)),
+    (Kind.OPAQUE, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
 )
 
 
@@ -317,10 +322,16 @@ def keeps_something(function: types.FunctionType) -> bool:
     return bool(closure or attributes) or any(kind_of(value) is not Kind.ATOM for value in defaults)
 
 
+def has_attributes(value: Any) -> bool:
+    """Return whether an object has a ``__dict__``; ``hasattr`` would ask the user's ``__getattr__``."""
+    cls = type(value)
+    return cls.__dictoffset__ != 0 or issubclass(cls, threading.local)  # which has one for each thread
+
+
 def is_live(value: Any) -> bool:
     """Return whether an object holds a thread, a process or the like: it is part of something that runs."""
-    attributes: dict[str, Any] = getattr(value, "__dict__", {})
-    return not isinstance(value, nn.Module) and any(map(_runs, [*attributes.values()]))
+    attributes = [*vars(value).values()] if has_attributes(value) else []
+    return not isinstance(value, nn.Module) and any(map(_runs, attributes))
 
 
 def _runs(value: Any) -> bool:
@@ -391,7 +402,16 @@ def probe(value: Any) -> Any:
     if isinstance(value, ITERTOOLS):
         return repr(value) if " at 0x" not in repr(value) else None
     if isinstance(value, Tensor):
-        return None if nn.parameter.is_lazy(value) else write_count(value)
+        return "lazy" if nn.parameter.is_lazy(value) else write_count(value)
+    if isinstance(value, _COUNTED):
+        return value._semlock._get_value()  # type: ignore[attr-defined]
+    if isinstance(value, CombinedLoader):
+        iterated: Any = value._iterator
+        return iterated is None or (
+            id(iterated),
+            getattr(iterated, "_idx", None),
+            getattr(iterated, "_iterator_idx", 0),
+        )
     if isinstance(value, queue.SimpleQueue):
         return 0 if value.empty() else None
     if type(value).__module__ == "sqlite3" and hasattr(value, "total_changes"):
@@ -420,8 +440,8 @@ def _changes_in_memory(connection: Any) -> Any:
 
 def pickled_digest(value: Any) -> bytes | None:
     """Return a digest of what an opaque value is pickled as; None if it is large, or cannot be pickled."""
-    if _is_remote(type(value)) or issubclass(type(value), (*_CTYPES, ctypes._Pointer)):
-        return None
+    if _is_remote(type(value)) or issubclass(type(value), (*_CTYPES, ctypes._Pointer, Logger)):
+        return None  # a logger of Weights & Biases would begin a run
     try:
         if getattr(value, "nbytes", 0) > _LARGE_BYTES:
             return None
@@ -444,6 +464,16 @@ def describe(value: Any) -> str:
     return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
 
 
+def attributes_of_partial(function: functools.partial[Any]) -> dict[str, Any] | None:
+    """Return the attributes of a partial; None if it has none.
+
+    ``vars`` would give it an empty dict, and Python does not join partials of a partial that has one.
+    """
+    state: Any = functools.partial.__reduce__(function)[2]
+    found: dict[str, Any] | None = state[3]
+    return found
+
+
 def closure_of(function: Any) -> Iterable[tuple[str, Any]]:
     """Yield what a function keeps: variables of its closure, defaults, attributes; the object of a method."""
     if isinstance(function, types.MethodType):
@@ -460,7 +490,7 @@ def closure_of(function: Any) -> Iterable[tuple[str, Any]]:
         yield ".func", function.func
         yield ".args", function.args
         yield ".keywords", function.keywords
-        yield ".__dict__", vars(function)
+        yield ".__dict__", attributes_of_partial(function)
     elif isinstance(function, types.FunctionType):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield f".<{name}>", cell

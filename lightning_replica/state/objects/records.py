@@ -8,6 +8,7 @@ import copy
 import ctypes
 import functools
 import gc
+import inspect
 import itertools
 import operator
 import threading
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
 from lightning_replica._compat.cpython import place_of_next
+from lightning_replica._compat.torch import data_version
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.caches import OF_WRAPPERS, Cache, Call, entries_of
 from lightning_replica.state.objects.contents import copy_of, with_class_of
@@ -30,7 +32,7 @@ from lightning_replica.state.objects.kinds import (
     VIEWS,
     Kind,
     closure_of,
-    derives_attributes,
+    has_attributes,
     is_file,
     is_harmless,
     iterator_of,
@@ -59,9 +61,11 @@ Stands: TypeAlias = Callable[[Any], Any]
 
 MISSING: Final = object()
 """What stands where nothing is."""
-_GRADIENT = "grad"
-REQUIRES_GRAD: Final = "requires_grad"  # of a tensor, as if it were one of its attributes
+# Of a tensor, as if they were among its attributes.
+GRADIENT: Final = "grad"
+REQUIRES_GRAD: Final = "requires_grad"
 _BASES = (list, tuple, deque, set, frozenset, OrderedDict, dict)
+_OF_SLOTS: Final = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 class Record:
@@ -146,7 +150,7 @@ class Attributes(Record):
     ) -> None:
         super().__init__(value, name)
         self.own, self.only, self._cls = own, only, type(value)
-        now = _attributes_of(value)
+        now = attributes_of(value)
         self.names = self._names_in(now)
         self.values = [now[each] for each in self.names]
         self._all_count = not own and only is None and not isinstance(value, type)
@@ -164,16 +168,20 @@ class Attributes(Record):
     def is_same(self) -> bool:
         if type(self.value) is not self._cls:
             return False
-        now = _attributes_of(self.value)
+        now = attributes_of(self.value)
         if self._all_count:  # most objects: there are many
             return [*now] == self.names and all(map(operator.is_, now.values(), self.values))
         names = self._names_in(now)
         return names == self.names and all(map(operator.is_, map(now.__getitem__, names), self.values))
 
+    def give(self, made: Any, stands: Stands) -> None:
+        """Give the attributes to what was made in the place of the object."""
+        vars(made).update({name: stands(value) for name, value in zip(self.names, self.values, strict=True)})
+
     def put_back(self, stands: Stands) -> None:
         if type(self.value) is not self._cls:
             self.value.__class__ = self._cls
-        now = _attributes_of(self.value)
+        now = attributes_of(self.value)
         names = self._names_in(now)
         registered = {name for name in self.names if is_registered(self.value, name)}
         files = {name: now[name] for name in names if is_file(now[name])}
@@ -182,7 +190,7 @@ class Attributes(Record):
             shared = isinstance(self.value, (types.ModuleType, type))
             for name in set(names) - set(self.names) if shared else names:
                 delete_attribute(self.value, name)
-        now = _attributes_of(self.value)
+        now = attributes_of(self.value)
         for name, value in zip(self.names, self.values, strict=True):
             stand = files[name] if name in files and is_file(value) else stands(value)
             if now.get(name, MISSING) is not stand and name not in registered:
@@ -196,10 +204,10 @@ class Attributes(Record):
         return Attributes(self.value, self.name, self.own, self.only)
 
 
-def _attributes_of(value: Any) -> Mapping[str, Any]:
+def attributes_of(value: Any) -> Mapping[str, Any]:
     """Return the attributes of an object; a leaf of autograd's graphs may have a gradient, besides."""
     if isinstance(value, Tensor) and value.is_leaf:
-        gradient = {} if value.grad is None else {_GRADIENT: value.grad}
+        gradient = {} if value.grad is None else {GRADIENT: value.grad}
         return {**vars(value), REQUIRES_GRAD: value.requires_grad, **gradient}
     found: Mapping[str, Any] = vars(value)
     return found
@@ -209,7 +217,7 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, without calling code of the object's class."""
     if isinstance(owner, type):
         _of_metaclass(owner, "__setattr__")(owner, name, value)
-    elif isinstance(owner, Tensor) and name in (_GRADIENT, REQUIRES_GRAD):
+    elif isinstance(owner, Tensor) and name in (GRADIENT, REQUIRES_GRAD):
         if not owner.is_leaf:  # it has become a part of a graph, in place
             owner.detach_()
         setattr(owner, name, value)
@@ -232,7 +240,7 @@ def delete_attribute(owner: Any, name: str) -> None:
     """Delete an attribute, without calling code of the object's class."""
     if isinstance(owner, type):
         _of_metaclass(owner, "__delattr__")(owner, name)
-    elif isinstance(owner, Tensor) and name in (_GRADIENT, REQUIRES_GRAD):
+    elif isinstance(owner, Tensor) and name in (GRADIENT, REQUIRES_GRAD):
         owner.grad = None  # that it requires one is set, never deleted
     else:
         del vars(owner)[name]
@@ -245,25 +253,30 @@ class Slots(Record):
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.values = [getattr(value, slot, MISSING) for slot in slots_of(type(value))]
+        self.values = slot_values(value)
 
     def children(self) -> Iterable[tuple[str, Any]]:
         named = zip(slots_of(type(self.value)), self.values, strict=True)
         return ((f".{name}", value) for name, value in named if value is not MISSING)
 
     def is_same(self) -> bool:
-        now = (getattr(self.value, slot, MISSING) for slot in slots_of(type(self.value)))
-        return all(map(operator.is_, now, self.values))
+        return all(map(operator.is_, slot_values(self.value), self.values))
 
     def put_back(self, stands: Stands) -> None:
-        for name, value in zip(slots_of(type(self.value)), self.values, strict=True):
-            now, then = getattr(self.value, name, MISSING), value if value is MISSING else stands(value)
+        for slot, value in zip(_slots_in(type(self.value)), self.values, strict=True):
+            now, then = _held_in(slot, self.value), value if value is MISSING else stands(value)
             if now is then:
                 continue
             if then is MISSING:
-                slot_of(self.value, name).__delete__(self.value)
+                slot.__delete__(self.value)
             else:
-                slot_of(self.value, name).__set__(self.value, then)  # a frozen dataclass has no other way
+                slot.__set__(self.value, then)  # a frozen dataclass has no other way
+
+    def give(self, made: Any, stands: Stands) -> None:
+        """Give what is in the slots to what was made in the place of the object."""
+        for slot, value in zip(_slots_in(type(made)), self.values, strict=True):
+            if value is not MISSING:
+                slot.__set__(made, stands(value))
 
 
 class AttributesAndSlots(Slots):
@@ -279,6 +292,10 @@ class AttributesAndSlots(Slots):
         yield from self.attributes.children()
         yield from super().children()
 
+    def give(self, made: Any, stands: Stands) -> None:
+        self.attributes.give(made, stands)
+        super().give(made, stands)
+
     def is_same(self) -> bool:
         return self.attributes.is_same() and super().is_same()
 
@@ -290,14 +307,42 @@ class AttributesAndSlots(Slots):
 def beside_content(value: Any, name: str) -> Record | None:
     """Return a record of what an object has beside its content; None if its class gives it nothing."""
     has_slots = bool(slots_of(type(value)))
-    if hasattr(value, "__dict__"):
+    if has_attributes(value):
         return AttributesAndSlots(value, name) if has_slots else Attributes(value, name)
     return Slots(value, name) if has_slots else None
 
 
 def slot_of(value: Any, name: str) -> Any:
-    """Return what the class of an object has under a name, as the descriptor of a slot; None if it has nothing."""
-    return next((vars(base)[name] for base in type(value).__mro__ if name in vars(base)), None)
+    """Return the descriptor of a slot of an object; None if its class has no such slot."""
+    cls = type(value)
+    return _slots_in(cls)[slots_of(cls).index(name)] if name in slots_of(cls) else None
+
+
+def slot_values(value: Any) -> list[Any]:
+    """Return what is in the slots of an object; `MISSING` where nothing is.
+
+    They are read by their descriptors: of an empty slot, ``getattr`` would ask the user's ``__getattr__``.
+    """
+    return [_held_in(slot, value) for slot in _slots_in(type(value))]
+
+
+def _held_in(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return MISSING
+
+
+_of_classes: dict[type, tuple[Any, ...]] = {}
+
+
+def _slots_in(cls: type) -> tuple[Any, ...]:
+    """Return the descriptors of the slots of a class. A subclass may have something else of that name."""
+    if cls not in _of_classes:
+        of_names = ([vars(base)[name] for base in cls.__mro__ if name in vars(base)] for name in slots_of(cls))
+        found = (next((each for each in of_name if isinstance(each, _OF_SLOTS)), None) for of_name in of_names)
+        _of_classes[cls] = tuple(found)
+    return _of_classes[cls]
 
 
 def base_of(value: Any) -> Any:
@@ -490,6 +535,12 @@ class Entries(Record):
             self.base.__setitem__(self.value, key, item)
 
 
+def _text_of(member: Any) -> str:
+    """Return a name for a member of a set, in which there is no address: those are others in each process."""
+    text = short(member)
+    return f"a {type(member).__name__}" if " at 0x" in text else text
+
+
 class Members(Record):
     """The members of a set, and in which order they come."""
 
@@ -506,7 +557,7 @@ class Members(Record):
         return self.next != 0
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        return ((f"{{{short(member)}}}", member) for member in self.members if type(member) not in ATOMS)
+        return ((f"{{{_text_of(member)}}}", member) for member in self.members if type(member) not in ATOMS)
 
     def is_same(self) -> bool:
         return self._holds(self.members) and place_of_next(self.value) == self.next
@@ -668,7 +719,7 @@ def _are_same(now: Any, then: Any) -> bool:
 
 
 class Variable(Record):
-    """A variable of a closure or of a context. One of a context that had no value then cannot be without one again."""
+    """A variable of a closure or of a context."""
 
     __slots__ = ("content",)
 
@@ -685,7 +736,9 @@ class Variable(Record):
     def put_back(self, stands: Stands) -> None:
         if self.content is not MISSING:
             set_content(self.value, stands(self.content))
-        elif isinstance(self.value, types.CellType) and content_of(self.value) is not MISSING:
+        elif content_of(self.value) is not MISSING:
+            if isinstance(self.value, ContextVar):
+                raise ValueError("a variable of a context that had no value then cannot be without one again")
             del self.value.cell_contents
 
 
@@ -842,31 +895,33 @@ def is_alike(a: Any, b: Any) -> bool:
 class Graphed(Remade):
     """A tensor with a graph. A copy without the graph takes its place, because no graph can be gone through twice."""
 
-    __slots__ = ("_attributes", "content")
+    __slots__ = ("_writes", "content")
 
     def __init__(self, value: Tensor, name: str) -> None:
         super().__init__(value, name)
-        self.content = copy_of(value)
-        self._attributes = dict(vars(value))
+        self.content, self._writes = copy_of(value), data_version(value)
 
     def is_same(self) -> bool:
-        return True  # such a tensor is made anew in each step
+        """Return whether it has its graph yet, and torch has counted no write: most are made anew in each step."""
+        return is_graphed(self.value) and data_version(self.value) == self._writes
 
     def made_again(self, stands: Stands) -> Any:
-        made = with_class_of(self.content.clone(), self.value)
-        vars(made).update({name: stands(value) for name, value in self._attributes.items()})
-        return made
+        return with_class_of(self.content.clone(), self.value)
+
+
+def is_graphed(value: Tensor) -> bool:
+    """Return whether a tensor is the result of an operation that gradients go through."""
+    return value.requires_grad and not value.is_leaf
 
 
 class Rebuilt(Remade):
-    """What an object in C consists of, and its attributes."""
+    """What an object in C consists of."""
 
-    __slots__ = ("attributes", "parts")
+    __slots__ = ("parts",)
 
     def __init__(self, value: Any, name: str, parts: Parts) -> None:
         super().__init__(value, name)
         self.parts = Parts(*with_leaves(tuple(parts), _itself))  # the object may change a container of its own
-        self.attributes = {} if derives_attributes(type(value)) else dict(getattr(value, "__dict__", {}))
 
     def children(self) -> Iterable[tuple[str, Any]]:
         return leaves_of(self.parts)
@@ -881,10 +936,7 @@ class Rebuilt(Remade):
             return self.value
         if move_back(self.value, Parts(function, arguments, state)):
             return self.value
-        made = rebuilt(function, arguments, state)
-        if self.attributes:
-            vars(made).update({name: stands(value) for name, value in self.attributes.items()})
-        return made
+        return rebuilt(function, arguments, state)
 
     def renewed(self) -> Record:
         parts = parts_of(self.value)
@@ -975,6 +1027,19 @@ class Unknown(Record):
         """Do nothing: it cannot be done. `Recorder` has reported it."""
 
 
+class Block(Unknown):
+    """The generator of a context manager: it waits for the end of its block, which may end in another step."""
+
+    __slots__ = ()
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.mark = inspect.getgeneratorstate(value)
+
+    def is_same(self) -> bool:
+        return bool(inspect.getgeneratorstate(self.value) == self.mark)
+
+
 OF_KIND: dict[Kind, Callable[[Any, str], Record]] = {
     Kind.TUPLE: Fixed,
     Kind.LIST: Items,
@@ -1002,7 +1067,7 @@ def refer(function: Any, parts: Mapping[str, Any]) -> None:
     if isinstance(function, types.FunctionType):
         function.__defaults__, function.__kwdefaults__ = parts[".__defaults__"], parts[".__kwdefaults__"]
     elif isinstance(function, functools.partial):
-        state = *(parts[name] for name in (".func", ".args", ".keywords")), vars(function)
+        state = tuple(parts[name] for name in (".func", ".args", ".keywords", ".__dict__"))
         function.__setstate__(state)  # type: ignore[attr-defined]
 
 

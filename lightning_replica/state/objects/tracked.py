@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -107,6 +108,12 @@ class Tracked:
             return ()
         held = (child for _, child in self._first.children() if issubclass(type(child), type))
         return dict.fromkeys((*(type(record.value) for record in self._first.records.values()), *held))
+
+    @property
+    def modules(self) -> Iterator[ModuleType]:
+        """The modules of Python that objects referred to in the beginning, as one that holds settings."""
+        if self._first is not None:
+            yield from (child for _, child in self._first.children() if type(child) is ModuleType)
 
     @property
     def functions(self) -> Iterator[Any]:

@@ -55,6 +55,7 @@ from lightning_replica.state.objects.kinds import (
     closure_of,
     derives_attributes,
     describe,
+    has_attributes,
     has_value,
     is_made_in_python,
     is_of_pandas,
@@ -68,7 +69,9 @@ from lightning_replica.state.objects.kinds import (
 from lightning_replica.state.objects.randomness import bits_of, generator_of
 from lightning_replica.state.objects.rebuilding import Parts, has_parts, leaves_of, parts_of, rebuilt
 from lightning_replica.state.objects.records import (
+    GRADIENT,
     MISSING,
+    REQUIRES_GRAD,
     Attributes,
     Bytes,
     Cached,
@@ -102,6 +105,7 @@ from lightning_replica.state.objects.records import (
     set_attributes_of_wrapper,
     set_content,
     slot_of,
+    slot_values,
 )
 from lightning_replica.state.objects.segments import BrokenUpError, Part, Segment, Segments, rows_of
 from lightning_replica.state.objects.sets import refill
@@ -135,7 +139,15 @@ _GONE: Final = "-"
 _OF_TORCH: Final = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 _BY_ROW: Final = {"csr": torch.sparse_csr, "bsr": torch.sparse_bsr}
 _BY_COLUMN: Final = {"csc": torch.sparse_csc, "bsc": torch.sparse_bsc}
+_ADDRESSES: Final = 2**32  # smaller numbers are no ``id``
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
+
+
+@dataclass(frozen=True)
+class _Anchored:
+    """Stands for an anchor of which only the name is known."""
+
+    name: str
 
 
 class Encoder:
@@ -167,6 +179,8 @@ class Encoder:
         self._copies = capture.copies_by_id()
         self._used: dict[int, Segment] = {}
         self._numbers: dict[int, int] = {}
+        self._classes: dict[str, type] = {}
+        self._attributes: dict[int, Any] = {}
         self._alone: set[int] = set()  # arrays that share their memory with no other one in the other process
         self._sharing = Sharing()
 
@@ -206,8 +220,12 @@ class Encoder:
 
     def _encode(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in ATOMS:
+            if type(value) is int and value >= _ADDRESSES and (found := self._object_at(value)) is not MISSING:
+                return ["id", self._encode(found, name, depth)]
             return value if is_plain_atom(value) else _encode_odd(value)
         key = id(value)
+        if isinstance(value, _Anchored):
+            return ["@", value.name]
         if key in self._anchors.names:
             return ["@", self._anchors.names[key]]
         if key in self._numbers:
@@ -218,6 +236,8 @@ class Encoder:
             return ["#", number]
         kind = kind_of(value)
         if type(value) is weakref.ref:
+            if value.__callback__ is not None and id(value) not in self._names:
+                self._report(name, "its callback is not called in a replacement", "replacement")
             return ["weak", self._encode(value(), name, depth + 1)]
         if kind is Kind.ATOM:
             return _encode_atom(value)
@@ -234,16 +254,16 @@ class Encoder:
         if kind is Kind.OBJECT or not with_more:
             return sent
         # A list, a tensor or an array with attributes, or an array of a class of its own.
-        return ["with", identity, _class_of(value), sent, self._pairs([attributes], name, depth)]
+        pairs = None if _is_its_own_dict(value) else self._pairs([attributes], name, depth)
+        return ["with", identity, _class_of(value), sent, pairs]
 
-    def _encode_key(self, key: Any, name: str, depth: int) -> Any:
-        """Return a key of a dict or a member of a set; if it is the ``id`` of an object, which one that is."""
-        if type(key) is not int or key <= 0:
-            return self._encode(key, name, depth)
-        if key in self._anchors.names:
-            return ["id", ["@", self._anchors.names[key]]]
-        found = self._capture.records[key].value if key in self._capture.records else self._tensors.get(key, MISSING)
-        return key if found is MISSING else ["id", self._encode(found, name, depth)]
+    def _object_at(self, address: int) -> Any:
+        """Return the object that has an ``id``; `MISSING` if none is known."""
+        if address in self._anchors.names:
+            return _Anchored(self._anchors.names[address])
+        if address in self._capture.records:
+            return self._capture.records[address].value
+        return self._tensors.get(address, MISSING)
 
     @functools.cached_property
     def _tensors(self) -> Mapping[int, Any]:
@@ -289,6 +309,11 @@ class Encoder:
         base = value
         while isinstance(base, np.ndarray):
             base = base.base
+            is_there = id(base) in self._capture.records and id(value) not in self._names
+            if isinstance(base, np.ndarray) and base.dtype.hasobject and is_there:
+                why = "it shows a part of another array of objects, which it will not do in a replacement"
+                self._report(name, why, "replacement")
+                return
         base = base.obj if isinstance(base, memoryview) else base
         if isinstance(base, (bytearray, array.array)) and id(value) not in self._names:
             why = f"it shows the content of a {type(base).__name__}, which it will not do in a replacement"
@@ -380,10 +405,26 @@ class Encoder:
     ) -> Any:
         if not isinstance(record, Attributes) and not isinstance(slots, Slots):
             return self._left_out(value)
+        self._report_what_is_shared(value, identity, name)
         pairs = self._pairs([record, slots], name, depth)
         if has_value(type(value)):
             return ["value", identity, _class_of(value), self._encode(value_of(value), name, depth + 1), pairs]
         return ["object", identity, _class_of(value), pairs]
+
+    def _report_what_is_shared(self, value: Any, identity: list[Any], name: str) -> None:
+        """Report an object whose class has a name that another one has, and a new one with the attributes of another.
+
+        A function that makes a class makes another one of that name each time.
+        """
+        if identity[1] is not None:  # it is there in the other process
+            return
+        cls = type(value)
+        if self._classes.setdefault(_name_of(cls), cls) is not cls:
+            why = f"there are several classes {_name_of(cls)}, so a replacement may have made it of another one"
+            self._report(name, why, "replacement")
+        if has_attributes(value) and self._attributes.setdefault(id(vars(value)), value) is not value:
+            why = "it shares its `__dict__` with another object, which it will not do in a replacement"
+            self._report(name, why, "replacement")
 
     def _pairs(self, records: Iterable[Record | None], name: str, depth: int) -> list[Any]:
         pairs = [pair for record in records if record is not None for pair in self._named(record, name, depth)]
@@ -402,7 +443,7 @@ class Encoder:
             if divided is not None:
                 sent = ["segmented dict", identity, _class_of(value), self._parts(record, divided, name, depth)]
             else:
-                keys = [self._encode_key(key, name, depth + 1) for key in record.keys]
+                keys = [self._encode(key, name, depth + 1) for key in record.keys]
                 sent = ["dict", identity, _class_of(value), keys, all_of(record.items)]
             if isinstance(value, collections.defaultdict):
                 sent.append(self._encode(record.factory, f"{name}.default_factory", depth + 1))
@@ -423,19 +464,23 @@ class Encoder:
                 maxlen,
             ]
         if isinstance(record, Members):
-            members = [self._encode_key(each, f"{name}[{n}]", depth + 1) for n, each in enumerate(record.members)]
+            members = [self._encode(each, f"{name}[{n}]", depth + 1) for n, each in enumerate(record.members)]
             return ["set", identity, _class_of(value), members, record.length, record.pops]
         if isinstance(record, Randomness):
             bits = [self._encode(each, name + child, depth + 1) for child, each in record.children()]
             return ["random", identity, _state_to_plain(record.state), *bits]
-        if isinstance(record, Bytes):
+        if isinstance(record, Bytes) and type(value) not in (bytearray, array.array):
+            self._report(name, f"a {describe(value)} cannot be sent to a replacement", "replacement")
+        elif isinstance(record, Bytes):
             code = value.typecode if isinstance(value, array.array) else ""
             return ["bytes", identity, code, bytes(record.content)]
         if isinstance(record, Memory):
             return ["memory", identity, _class_of(value), record.content]
         if isinstance(record, Stream) and record.content is not None:
             return ["stream", identity, *record.content]
-        if isinstance(record, Closure):
+        if isinstance(record, Closure) and isinstance(value, _OF_CLASSES) and identity[1] is None:
+            self._report(name, f"a new {describe(value)} cannot be sent to a replacement", "replacement")
+        elif isinstance(record, Closure):
             return ["function", identity, title_of(value), _source_of(value), self._named(record, name, depth)]
         if isinstance(record, Scripted):
             return ["script", identity, self._pairs([record], name, depth)]
@@ -470,7 +515,7 @@ class Encoder:
                 continue
             items = [self._encode(record.items[place], f"{name}[{place}]", depth + 1) for place in part]
             if isinstance(record, Entries):
-                items = [[self._encode_key(record.keys[place], name, depth + 1) for place in part], items]
+                items = [[self._encode(record.keys[place], name, depth + 1) for place in part], items]
             sent.append(items)
         return sent
 
@@ -643,7 +688,7 @@ class Decoder:
             return current
         for place in places:
             array_ = self._placed(self._memories.array(place, array_), array_, name)
-        return array_
+        return array_ if places else array_.copy()  # which owns its memory, so that code can resize it
 
     def _may_fill(self, current: Any, places: list[Place]) -> bool:
         """Return whether a value that is here can take what was sent, and nothing else changes with it that should not.
@@ -688,6 +733,7 @@ class Decoder:
                 return current if current.requires_grad == leaf else current.requires_grad_(leaf)
         for place in places:
             values = self._placed(self._memories.tensor(place, values), values, name)
+        values = values if places else values.clone()  # which owns its memory, so that code can resize it
         made = _class_named(cls)
         if made is nn.Parameter:
             return nn.Parameter(values, requires_grad=leaf)
@@ -701,7 +747,11 @@ class Decoder:
         if isinstance(made, np.ndarray) and not _is_a(made, cls):
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return made
-        if made is not MISSING and (hasattr(made, "__dict__") or slots_of(type(made))):
+        if made is MISSING or not (has_attributes(made) or slots_of(type(made))):
+            return made
+        if _is_its_own_dict(made) != (pairs is None):
+            object.__setattr__(made, "__dict__", made if pairs is None else {})
+        if pairs is not None:
             self._set_attributes(made, pairs, name)
         return made
 
@@ -1001,18 +1051,27 @@ class Decoder:
 
     def _set_attributes(self, made: Any, pairs: list[Any], name: str) -> None:
         wanted = {attribute for attribute, _ in pairs}
-        attributes = getattr(made, "__dict__", {})
+        attributes = vars(made) if has_attributes(made) else {}
         for attribute in [each for each in attributes if each not in wanted]:
             del attributes[attribute]
+        slots = dict(zip(slots_of(type(made)), slot_values(made), strict=True))
+        if isinstance(made, Tensor) and made.is_leaf:
+            if GRADIENT not in wanted:
+                made.grad = None
+            slots |= {GRADIENT: made.grad, REQUIRES_GRAD: made.requires_grad}
         for attribute, each in pairs:
-            now = attributes[attribute] if attribute in attributes else _attribute_of(made, attribute)
+            # Never what its class has of that name: a default that all objects share, a property that runs code.
+            now = attributes.get(attribute, slots.get(attribute, MISSING))
             value = self._decode(each, now, f"{name}.{attribute}")
             if value is MISSING:
                 continue
-            slot = slot_of(made, attribute)
-            if hasattr(type(slot), "__set__") and attribute not in attributes:
-                if value is not now:  # to set a field of an exception says that it was given
-                    slot.__set__(made, value)
+            if attribute in slots and attribute not in attributes:
+                if value is now:  # to set a field of an exception says that it was given
+                    continue
+                if isinstance(made, Tensor):
+                    set_attribute(made, attribute, value)
+                else:
+                    slot_of(made, attribute).__set__(made, value)
             else:
                 attributes[attribute] = value
         order = [attribute for attribute, _ in pairs if attribute in attributes]
@@ -1021,12 +1080,9 @@ class Decoder:
                 attributes[attribute] = attributes.pop(attribute)
 
 
-def _attribute_of(value: Any, name: str) -> Any:
-    """Return an attribute; MISSING if there is none, or if the class asks for others that are not there yet."""
-    try:
-        return getattr(value, name, MISSING)
-    except Exception:
-        return MISSING
+def _is_its_own_dict(value: Any) -> bool:
+    """Return whether the attributes of a dict are its entries (``self.__dict__ = self``)."""
+    return isinstance(value, dict) and has_attributes(value) and vars(value) is value
 
 
 def _encode_odd(value: int | str) -> list[Any]:
@@ -1048,7 +1104,7 @@ def _encode_atom(value: Any) -> Any:
         return ["range", value.start, value.stop, value.step]
     if isinstance(value, np.dtype) and value.names is None and (value.kind == "O" or not value.hasobject):
         return ["type of array", value.str]
-    if isinstance(value, np.generic) and value.dtype.kind in "biufcmMSU":
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcmMSU" and type(value) is value.dtype.type:
         return ["number", value.dtype.str, value.tobytes()]
     if isinstance(value, enum.Enum) and value.name is not None:
         return ["enum", _class_of(value), value.name]

@@ -23,7 +23,7 @@ from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.saving import resume
 from lightning_replica.trainer.saving.async_save import AsyncSave
-from lightning_replica.trainer.saving.hyperparameters import made_plain
+from lightning_replica.trainer.saving.left_out import made_plain
 from lightning_replica.trainer.session import Session
 from lightning_replica.trainer.steps import Training
 

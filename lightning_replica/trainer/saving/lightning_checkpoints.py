@@ -24,7 +24,7 @@ from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.lightning_collectives import LightningCollectives
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, absent, is_absent
 from lightning_replica.trainer.saving.dying_gasp import DyingGasp
-from lightning_replica.trainer.saving.hyperparameters import left_out
+from lightning_replica.trainer.saving.left_out import left_out
 from lightning_replica.trainer.saving.occupation import occupy
 from lightning_replica.trainer.saving.which_checkpoint import begin_run, fit_number
 from lightning_replica.trainer.steps import Training
@@ -199,8 +199,8 @@ class LightningCheckpoints(LightningCollectives):
             self._reported_left_out = left
             warn(
                 f"checkpoints in directories hold tensors and plain data only, and lack: {'; '.join(left)}."
-                " `save_hyperparameters(ignore=[...])` leaves it out everywhere. A run that starts again needs none of"
-                " it; for `load_from_checkpoint`, pass it as arguments."
+                " A run that starts again needs none of it. `save_hyperparameters(ignore=[...])` leaves hyperparameters"
+                " out everywhere; for `load_from_checkpoint`, pass them as arguments."
             )
 
     def _save_planned(self, trainer: pl.Trainer, training: Training, directory: CheckpointDirectory) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from lightning_replica import ReplicaZeroStrategy
+from lightning_replica.core.lines import append
 from lightning_replica.core.points import listen
 from tests.support.job import Case, Injected
 
@@ -168,8 +169,7 @@ class Watcher(Callback):
 
     def write(self, stage: str, trainer: L.Trainer, batch: Tensor, batch_idx: int) -> None:
         digest = hashlib.sha256(batch.numpy().tobytes()).hexdigest()[:12]
-        with (self.out / f"batches{trainer.global_rank}").open("a") as file:
-            file.write(f"{stage}/{trainer.current_epoch} {batch_idx} {digest}\n")
+        append(self.out / f"batches{trainer.global_rank}", f"{stage}/{trainer.current_epoch} {batch_idx} {digest}\n")
 
 
 class Net(L.LightningModule):

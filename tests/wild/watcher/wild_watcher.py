@@ -25,14 +25,21 @@ else:
 OUT = Path(os.environ.get("WILD_OUT", "."))
 
 
+def _append(path: Path, line: str) -> None:
+    """Append a line to a file, in a way that is not taken for the training's own."""
+    path.touch()
+    with path.open("r+") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(line)
+
+
 class Watcher(Callback):
     """Writes down where training is, and what it ends with. It has no state."""
 
     def _pass(self, trainer: L.Trainer, place: str) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             line = f"{time.monotonic()} {os.getpid()} {_setups} {place} {trainer.global_step}\n"
-            with (OUT / f"progress{trainer.global_rank}").open("a") as file:
-                file.write(line)
+            _append(OUT / f"progress{trainer.global_rank}", line)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         global _setups
@@ -57,8 +64,7 @@ class Watcher(Callback):
             "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
             "progress": [trainer.global_step, trainer.current_epoch],
         }
-        with (OUT / f"evidence{trainer.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps(evidence) + "\n")
+        _append(OUT / f"evidence{trainer.global_rank}.jsonl", json.dumps(evidence) + "\n")
 
 
 _setups = 0
