@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning_replica.launch.supervisor import Supervisor
 from tests.support import job
 from tests.support.forked import ForkedProcess
 
+SHOWN_AFTER_S = 200.0
 HUNG: list[str] = []  # what supervisors said of ranks that hung though no fault of that kind was meant
 
 
@@ -68,14 +70,18 @@ def run(
         environment = {**environment, "TESTED_BY": str(os.getpid())}
         return process(environment, out / f"log{rank}", target, case, out)
 
+    least, most = case.hang if isinstance(case, job.Case) else job.HANG
+    options = RecoveryOptions(recovery, max_restarts=max_restarts, hang_min_s=least, hang_max_s=most)
+    if isinstance(case, job.Case) and case.gasp:
+        options = replace(options, gasp=True, grace_s=case.grace_s)
+    supervisor = Supervisor(start, case.devices, options, said.append, out)
+    late = threading.Timer(SHOWN_AFTER_S, _show, (supervisor, said))
     os.environ["OMP_NUM_THREADS"] = "1"
+    late.start()
     try:
-        least, most = case.hang if isinstance(case, job.Case) else job.HANG
-        options = RecoveryOptions(recovery, max_restarts=max_restarts, hang_min_s=least, hang_max_s=most)
-        if isinstance(case, job.Case) and case.gasp:
-            options = replace(options, gasp=True, grace_s=case.grace_s)
-        code = Supervisor(start, case.devices, options, said.append, out).run()
+        code = supervisor.run()
     finally:
+        late.cancel()
         del os.environ["OMP_NUM_THREADS"]
     if (least, most) == job.HANG:
         HUNG.extend(line for line in said if "hangs" in line)
@@ -87,6 +93,11 @@ def run(
         said,
         "".join(f"--- rank {r}\n{(out / f'log{r}').read_text()}" for r in range(case.devices)),
     )
+
+
+def _show(supervisor: Supervisor, said: list[str]) -> None:
+    """Print what was said, and where ranks are, shortly before the test's time is over."""
+    print(*said, supervisor._node.called_back(), sep="\n")
 
 
 def _batches(path: Path) -> dict[str, set[str]]:
