@@ -36,14 +36,20 @@ def _default_device() -> str:
         return HOST.type
 
 
+def _kinds_of_devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return (HOST.type,) if accelerator is None else (HOST.type, accelerator.type)
+
+
 def _autocast() -> list[Any]:
-    found = [[torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))[6:]] for kind in _AUTOCAST]
+    kinds = _kinds_of_devices()
+    found = [[torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))[6:]] for kind in kinds]
     return [*found, torch.is_autocast_cache_enabled()]
 
 
 def _set_autocast(settings: list[Any]) -> None:
     *of_kinds, cache = settings
-    for kind, (enabled, dtype) in zip(_AUTOCAST, of_kinds, strict=True):
+    for kind, (enabled, dtype) in zip(_kinds_of_devices(), of_kinds, strict=False):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, getattr(torch, dtype))
     torch.set_autocast_cache_enabled(cache)
@@ -53,7 +59,6 @@ def _set_default_device(kind: str) -> None:
     unset_default_device() if kind == HOST.type else torch.set_default_device(kind)
 
 
-_AUTOCAST: Final = ("cpu", "cuda")
 _PRECISION: Final = "precision of float32 products"
 _TINY: Final = sys.float_info.min
 _OF_EINSUM: Final = ("enabled", "strategy") if opt_einsum.is_available() else ()
