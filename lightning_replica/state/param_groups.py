@@ -33,10 +33,10 @@ class GroupObjects:
 
     def look(self, trainer: pl.Trainer) -> None:
         """Make the holder have the objects that there are now."""
-        found = {title: group[name] for title, group, name in _entries(trainer) if not _is_plain(group[name])}
-        if found or vars(self.holder):
-            vars(self.holder).clear()
-            vars(self.holder).update(found)
+        held = vars(self.holder)
+        if held or any(map(_has_objects, _groups(trainer))):
+            held.clear()
+            held.update({title: group[name] for title, group, name in _entries(trainer) if not _is_plain(group[name])})
 
     def put(self, trainer: pl.Trainer) -> None:
         """Put the holder's objects into the groups."""
@@ -44,6 +44,14 @@ class GroupObjects:
         for title, group, name in _entries(trainer) if held else ():
             if title in held:
                 group[name] = held[title]
+
+
+def _groups(trainer: pl.Trainer) -> Iterator[dict[str, Any]]:
+    return (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+
+
+def _has_objects(group: Mapping[str, Any]) -> bool:
+    return any(type(value) not in ATOMS and name != "params" and not _is_plain(value) for name, value in group.items())
 
 
 def _entries(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -39,7 +39,7 @@ from lightning_replica.core.inexact import Report, Scope, say_nothing, warn
 from lightning_replica.core.user_code import UserCode, is_users_class
 from lightning_replica.state.code_variables import variables_of
 from lightning_replica.state.objects.capture import Anchors, Root
-from lightning_replica.state.objects.kinds import has_attributes, keeps_something, slots_of
+from lightning_replica.state.objects.kinds import OF_CLASSES, has_attributes, is_exchanged_only, slots_of
 from lightning_replica.state.objects.tracked import LEFT_OUT, MIRRORED, Limits, Taken, Tracked, changed_between
 
 _LIMITS: Final = MIRRORED._replace(
@@ -48,6 +48,7 @@ _LIMITS: Final = MIRRORED._replace(
 )
 # Of torch's samplers, what other code restores or what is a source itself. Code may change the rest: weights, indices.
 _OF_OTHERS: Final = frozenset(("data_source", "dataset", "sampler", "epoch"))
+_FUNCTIONS: Final = (FunctionType, *OF_CLASSES)
 _COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
 SENT_BYTES: Final = 2**18  # of all that a worker has changed; it goes with the batch, and into each snapshot
 _SENT: Final = Limits(
@@ -355,7 +356,8 @@ def _may_change(root: Root) -> bool:
     """Return whether one of the variables is more than a function or a class, which loading seldom exchanges."""
     values = [value for name, value in vars(root.value).items() if root.follows(name)]
     return any(
-        keeps_something(each) if type(each) is FunctionType else not issubclass(type(each), type) for each in values
+        not (is_exchanged_only(each) if isinstance(each, _FUNCTIONS) else issubclass(type(each), type))
+        for each in values
     )
 
 

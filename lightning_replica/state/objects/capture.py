@@ -44,13 +44,14 @@ from lightning_replica.state.objects.contents import (
     same_content,
 )
 from lightning_replica.state.objects.kinds import (
+    OF_CLASSES,
     Kind,
     derives_attributes,
     describe,
     has_attributes,
+    is_exchanged_only,
     is_harmless,
     is_of_pandas,
-    keeps_something,
     kind_of,
     slots_of,
 )
@@ -549,7 +550,7 @@ class Recorder:
             mixed = kind is Kind.ARRAY and value.dtype != object  # records with objects in them
             if (kind is Kind.DICT and _is_of_a_module(value)) or (kind is Kind.VIEW and _is_of_a_class(value)):
                 return
-            if type(value) is FunctionType and not keeps_something(value):
+            if isinstance(value, (FunctionType, *OF_CLASSES)) and is_exchanged_only(value):
                 return
             in_parts = self._in_parts(name, value) if kind is Kind.REBUILT else None
             record = in_parts or (Unknown if mixed else OF_KIND.get(kind, Unknown))(value, name)

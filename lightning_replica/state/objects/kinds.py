@@ -85,6 +85,9 @@ class Kind(enum.Enum):
 IN_C: Final = (types.BuiltinFunctionType, types.MethodWrapperType)
 """Functions and methods that are written in C."""
 
+OF_CLASSES: Final = (staticmethod, classmethod, property)
+"""What only bodies of classes hold."""
+
 BOUND_TO: Final = ".__self__"
 """What `closure_of` calls the object of a method."""
 
@@ -280,7 +283,7 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.GENERATOR, GENERATORS),
     (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
     (Kind.FUNCTION, (types.FunctionType, types.MethodType, *IN_C, functools.partial)),
-    (Kind.FUNCTION, (staticmethod, classmethod, property)),
+    (Kind.FUNCTION, OF_CLASSES),
     (Kind.CACHE, (CACHE,)),
     (Kind.SCRIPT, (torch_jit.SCRIPT,)),
     (Kind.CELL, (types.CellType, contextvars.ContextVar)),
@@ -320,6 +323,19 @@ def keeps_something(function: types.FunctionType) -> bool:
     closure = set(function.__code__.co_freevars) - {"__class__"}
     attributes = vars(function) or function.__name__ in function.__code__.co_names
     return bool(closure or attributes) or any(kind_of(value) is not Kind.ATOM for value in defaults)
+
+
+def is_exchanged_only(value: Any) -> bool:
+    """Return whether a function, also one in a static method or a property, keeps nothing: it can only be exchanged."""
+    inner = wrapped_in(value)
+    return type(inner) is types.FunctionType and not keeps_something(inner)
+
+
+def wrapped_in(value: Any) -> Any:
+    """Return the function in a static method, a class method or a property; all else as it is."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 
 def has_attributes(value: Any) -> bool:

@@ -50,6 +50,7 @@ from lightning_replica.state.objects.kinds import (
     BOUND_TO,
     IN_C,
     ITERTOOLS,
+    OF_CLASSES,
     VIEWS,
     Kind,
     closure_of,
@@ -65,6 +66,7 @@ from lightning_replica.state.objects.kinds import (
     reduced,
     slots_of,
     value_of,
+    wrapped_in,
 )
 from lightning_replica.state.objects.randomness import bits_of, generator_of
 from lightning_replica.state.objects.rebuilding import Parts, has_parts, leaves_of, parts_of, rebuilt
@@ -132,7 +134,6 @@ _AS_TEXT: Final[Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]]
     fractions.Fraction: (str, fractions.Fraction),
     uuid.UUID: (str, uuid.UUID),
 }
-_OF_CLASSES: Final = (staticmethod, classmethod, property)
 _PARTIAL: Final = describe(functools.partial(print))
 _GONE: Final = "-"
 # Types of arrays that can be tensors.
@@ -294,6 +295,9 @@ class Encoder:
         if kind is Kind.OBJECT:
             slots = self._capture.records.get(~key)
             return self._encode_object(value, identity, record, slots, name, depth)
+        if isinstance(value, OF_CLASSES) and not _is_of_its_class(value):
+            self._report(name, f"a {describe(value)} that was exchanged cannot be sent to a replacement", "replacement")
+            return self._left_out(value)
         if record is not None:
             return self._encode_record(record, identity, name, depth)
         if kind is Kind.FUNCTION:  # it keeps nothing
@@ -478,9 +482,7 @@ class Encoder:
             return ["memory", identity, _class_of(value), record.content]
         if isinstance(record, Stream) and record.content is not None:
             return ["stream", identity, *record.content]
-        if isinstance(record, Closure) and isinstance(value, _OF_CLASSES) and identity[1] is None:
-            self._report(name, f"a new {describe(value)} cannot be sent to a replacement", "replacement")
-        elif isinstance(record, Closure):
+        if isinstance(record, Closure):
             return ["function", identity, title_of(value), _source_of(value), self._named(record, name, depth)]
         if isinstance(record, Scripted):
             return ["script", identity, self._pairs([record], name, depth)]
@@ -769,7 +771,7 @@ class Decoder:
             return current
         self._keep(number, made)
         now = dict(closure_of(made))
-        if isinstance(made, _OF_CLASSES):
+        if isinstance(made, OF_CLASSES):
             for part, each in sent:
                 self._decode(each, now.get(part, MISSING), f"{name}{part}")  # fills the function in place
             return made
@@ -1230,6 +1232,14 @@ def _source_of(function: Any) -> str:
     module = getattr(function, "__module__", None) or getattr(owner, "__name__", None)
     name = f"{module}:{getattr(function, '__qualname__', '')}"
     return name if _function_named(name) is function else ""
+
+
+def _is_of_its_class(value: Any) -> bool:
+    """Return whether a static method, a class method or a property is what a class statement has put there."""
+    function = wrapped_in(value)
+    path = str(getattr(function, "__qualname__", ""))
+    owner = _class_named(f"{getattr(function, '__module__', '')}:{path.rpartition('.')[0]}")
+    return owner is not None and vars(owner).get(path.rpartition(".")[2]) is value
 
 
 def _function_named(name: str) -> Any:
