@@ -14,7 +14,6 @@ import torch
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.state.atoms import ATOMS
-from lightning_replica.state.objects.kinds import Kind, kind_of
 
 _SHORT = 120  # characters of a hyperparameter in a message
 _DEEP: Final = 8  # containers in containers
@@ -64,7 +63,7 @@ def _entries(trainer: pl.Trainer) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    if type(value) in ATOMS or isinstance(value, (torch.Tensor, np.ndarray)) or kind_of(value) is Kind.ATOM:
+    if type(value) in ATOMS or isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return True
     if depth > _DEEP or type(value) not in (list, tuple, dict):
         return False

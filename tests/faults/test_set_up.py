@@ -88,4 +88,4 @@ def test_where_no_replacement_can_come_none_is_started(tmp_path: Path) -> None:
     assert outcome.code == GAVE_UP
     said = "Rank 1 died (SIGKILL), and it cannot be replaced: this script has trained before."
     assert [line[: len(said)] for line in outcome.said] == [said]
-    assert "'groups' of the trainer's state cannot be sent, it holds tests.faults.set_up.Opaque" in outcome.said[0]
+    assert "'precision' of the trainer's state cannot be sent, it holds tests.faults.set_up.Opaque" in outcome.said[0]

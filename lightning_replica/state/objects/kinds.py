@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
-from lightning_replica._compat.lightning_names import CombinedLoader, Logger, Strategy, pl
+from lightning_replica._compat.lightning_names import Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core.user_code import CACHE, module_of
@@ -290,7 +290,7 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.OBJECT, (threading.local,)),  # what it holds for the thread that trains
     (Kind.OPAQUE, (decimal.Context,)),  # the one of a thread stays the same object
     (Kind.OBJECT, (logging.LoggerAdapter,)),
-    (Kind.OPAQUE, (Logger, CombinedLoader)),  # those of the trainer are anchors
+    (Kind.OPAQUE, (Logger,)),  # those of the trainer are anchors
     (Kind.OPAQUE, (torch.UntypedStorage, torch.TypedStorage)),  # not compared, as tensors are
     (Kind.OPAQUE, (*_COUNTED, *LIVE, *ITERTOOLS)),
     (Kind.OPAQUE, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
@@ -421,13 +421,6 @@ def probe(value: Any) -> Any:
         return "lazy" if nn.parameter.is_lazy(value) else write_count(value)
     if isinstance(value, _COUNTED):
         return value._semlock._get_value()  # type: ignore[attr-defined]
-    if isinstance(value, CombinedLoader):
-        iterated: Any = value._iterator
-        return iterated is None or (
-            id(iterated),
-            getattr(iterated, "_idx", None),
-            getattr(iterated, "_iterator_idx", 0),
-        )
     if isinstance(value, queue.SimpleQueue):
         return 0 if value.empty() else None
     if type(value).__module__ == "sqlite3" and hasattr(value, "total_changes"):

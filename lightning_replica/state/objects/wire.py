@@ -313,7 +313,7 @@ class Encoder:
         base = value
         while isinstance(base, np.ndarray):
             base = base.base
-            is_there = id(base) in self._capture.records and id(value) not in self._names
+            is_there = id(base) in self._capture.records and id(value) not in (*self._names, *self._alone)
             if isinstance(base, np.ndarray) and base.dtype.hasobject and is_there:
                 why = "it shows a part of another array of objects, which it will not do in a replacement"
                 self._report(name, why, "replacement")
