@@ -356,7 +356,7 @@ def _may_change(root: Root) -> bool:
     """Return whether one of the variables is more than a function or a class, which loading seldom exchanges."""
     values = [value for name, value in vars(root.value).items() if root.follows(name)]
     return any(
-        not (is_exchanged_only(each) if isinstance(each, _FUNCTIONS) else issubclass(type(each), type))
+        not (is_exchanged_only(each) if issubclass(type(each), _FUNCTIONS) else issubclass(type(each), type))
         for each in values
     )
 

@@ -550,7 +550,7 @@ class Recorder:
             mixed = kind is Kind.ARRAY and value.dtype != object  # records with objects in them
             if (kind is Kind.DICT and _is_of_a_module(value)) or (kind is Kind.VIEW and _is_of_a_class(value)):
                 return
-            if isinstance(value, (FunctionType, *OF_CLASSES)) and is_exchanged_only(value):
+            if issubclass(type(value), (FunctionType, *OF_CLASSES)) and is_exchanged_only(value):
                 return
             in_parts = self._in_parts(name, value) if kind is Kind.REBUILT else None
             record = in_parts or (Unknown if mixed else OF_KIND.get(kind, Unknown))(value, name)
@@ -732,7 +732,7 @@ class _Modules:
 
 def _is_tensor_now(value: Any) -> bool:
     """Return whether a value is a tensor whose content can be compared, as a lazy one that has got its shape."""
-    return isinstance(value, Tensor) and is_content(value)
+    return issubclass(type(value), Tensor) and is_content(value)
 
 
 def _is_of_another_kind(record: Record) -> bool:

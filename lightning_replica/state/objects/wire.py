@@ -225,7 +225,7 @@ class Encoder:
                 return ["id", self._encode(found, name, depth)]
             return value if is_plain_atom(value) else _encode_odd(value)
         key = id(value)
-        if isinstance(value, _Anchored):
+        if type(value) is _Anchored:
             return ["@", value.name]
         if key in self._anchors.names:
             return ["@", self._anchors.names[key]]
@@ -295,7 +295,7 @@ class Encoder:
         if kind is Kind.OBJECT:
             slots = self._capture.records.get(~key)
             return self._encode_object(value, identity, record, slots, name, depth)
-        if isinstance(value, OF_CLASSES) and not _is_of_its_class(value):
+        if issubclass(type(value), OF_CLASSES) and not _is_of_its_class(value):
             self._report(name, f"a {describe(value)} that was exchanged cannot be sent to a replacement", "replacement")
             return self._left_out(value)
         if record is not None:
@@ -771,7 +771,7 @@ class Decoder:
             return current
         self._keep(number, made)
         now = dict(closure_of(made))
-        if isinstance(made, OF_CLASSES):
+        if issubclass(type(made), OF_CLASSES):
             for part, each in sent:
                 self._decode(each, now.get(part, MISSING), f"{name}{part}")  # fills the function in place
             return made
