@@ -973,10 +973,15 @@ class OtherScheduler(Kind):
         return [self.changes, scheduler.gamma, scheduler.last_epoch]
 
 
+@dataclass
+class _Pace:
+    number: int = 0
+
+
 class ObjectInGroup(Kind):
     def __init__(self) -> None:
         super().__init__()
-        self.pace = _Item()
+        self.pace = _Pace()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([{"params": self.line.parameters(), "pace": self.pace}], lr=0.1)
@@ -989,7 +994,7 @@ class ObjectInGroup(Kind):
     def change(self) -> None:
         self.pace.number += 1
         if self.changes > STEP:
-            self._group["pace"] = _Item()
+            self._group["pace"] = _Pace()
 
     def look(self) -> Any:
         return [self.pace.number, self._group["pace"] is self.pace]
