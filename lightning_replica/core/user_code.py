@@ -192,7 +192,7 @@ class UserCode:
         known.update(new)
         for name in new:
             now = vars(module)
-            value = now[name] if name in now else sys.modules.get(name)  # the latter: imported where it is used
+            value = now[name] if name in now else _imported_as(name, module)
             self._ahead.append(partial(self._add_value, value, names))
 
     def _add_value(self, value: Any, names: Collection[str]) -> None:
@@ -220,6 +220,15 @@ class UserCode:
             with suppress(AttributeError):
                 for item in islice(object.__getattribute__(value, "__dict__").values(), _MANY):
                     self._add_item(item)
+
+
+def _imported_as(name: str, module: types.ModuleType) -> Any:
+    """Return the module that code of ``module`` imports by a name where it uses it, also a relative one; or None."""
+    if name in sys.modules:
+        return sys.modules[name]
+    package = vars(module).get("__package__") or ""
+    parents = [".".join(package.split(".")[:n]) for n in range(package.count(".") + 1, 0, -1)] if package else []
+    return next((found for each in parents if (found := sys.modules.get(f"{each}.{name}")) is not None), None)
 
 
 def is_users_class(cls: type) -> bool:
@@ -311,7 +320,8 @@ def _written_in(code: types.CodeType) -> Iterator[str]:
 
 def _appending_in(code: types.CodeType) -> Iterator[str]:
     """Yield the name of code that opens a file to append to it, as far as it names that mode."""
-    if "open" in code.co_names and any(isinstance(each, str) and _APPENDS.fullmatch(each) for each in code.co_consts):
+    opens = "open" in code.co_names or any(type(each) is tuple and "mode" in each for each in code.co_consts)
+    if opens and any(isinstance(each, str) and _APPENDS.fullmatch(each) for each in code.co_consts):
         yield f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -11,6 +11,7 @@ from lightning_replica._compat.lightning_names import (
     BackboneFinetuning,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    Timer,
     WeightAveraging,
     _LRCallback,
     pl,
@@ -84,11 +85,20 @@ def stateful(trainer: pl.Trainer) -> dict[str, Any]:
     return found
 
 
-def restore_callbacks(callbacks: Mapping[str, Any], saved: Mapping[str, Any], report: Report) -> None:
-    """Restore the states that `CallbackStates.take` returned; report where a callback refuses its own."""
+def restore_callbacks(
+    callbacks: Mapping[str, Any], saved: Mapping[str, Any], report: Report, same_process: bool = False
+) -> None:
+    """Restore the states that `CallbackStates.take` returned; report where a callback refuses its own.
+
+    Args:
+        callbacks: The callbacks by key.
+        saved: Their states.
+        report: Called where a callback refuses its state.
+        same_process: Whether this process has taken the states. Its clocks go on.
+    """
     for key, callback in callbacks.items():
         state = saved.get(key)
-        if state is None:
+        if state is None or (same_process and isinstance(callback, Timer)):  # else that would count time twice
             continue
         if state["state"]:
             try:

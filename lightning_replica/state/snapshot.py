@@ -357,7 +357,7 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         trainer.callbacks[:] = snapshot.trainer_callbacks  # type: ignore[attr-defined]
     # What `load_state_dict` sets beside the state belongs to a run that resumes; a predecessor never had it.
     with copies.reachable.unchanged() if snapshot.sent and same_fit else nullcontext():
-        _load_states(trainer, state, copies.report)
+        _load_states(trainer, state, copies.report, same_process=same_fit and not snapshot.sent)
     if same_fit:
         for config, taken in zip(trainer.lr_scheduler_configs, state["scheduler_configs"], strict=True):
             _put_config(config, taken)
@@ -374,12 +374,12 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
     copies.buffers.due = state.get("buffers_due", True)  # an earlier version's checkpoint has none
 
 
-def _load_states(trainer: pl.Trainer, state: dict[str, Any], report: Report) -> None:
+def _load_states(trainer: pl.Trainer, state: dict[str, Any], report: Report, same_process: bool) -> None:
     """Load the states of schedulers and callbacks."""
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         if saved is not None:
             config.scheduler.load_state_dict(copy.deepcopy(saved))
-    restore_callbacks(stateful(trainer), state["callbacks"], report)
+    restore_callbacks(stateful(trainer), state["callbacks"], report, same_process)
 
 
 def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:

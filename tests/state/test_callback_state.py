@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, Timer
 from torch import nn
 
 from lightning_replica._compat.tree import Tree
@@ -65,3 +65,11 @@ def test_outside_of_that_epoch_nothing_is_taken_away() -> None:
     follow_batch_norm_epoch(SimpleNamespace(lightning_module=model, callbacks=[callback]), [0.2])  # type: ignore[arg-type]
     assert norm.momentum == 0.2
     assert not callback.momenta
+
+
+@pytest.mark.parametrize("same_process", [True, False])
+def test_the_time_of_a_process_that_goes_back_counts_once(same_process: bool) -> None:
+    timer = Timer("00:00:01:00")
+    saved = {"timer": {"state": {"time_elapsed": {"train": 5.0}}, "extras": {}}}
+    restore_callbacks({"timer": timer}, saved, warn, same_process)
+    assert timer._offset == (0 if same_process else 5)

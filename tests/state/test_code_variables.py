@@ -354,6 +354,9 @@ class Writes:
             file.write("1")
             other.write(b"1")
 
+    def by_a_library(self, path: str, table: Any) -> None:
+        table.to_csv(path, mode="a")
+
     def not_to_files(self, path: str) -> str:
         with open(path) as file:
             return file.read() + "all"
@@ -364,7 +367,19 @@ def test_what_code_writes_to() -> None:
     assert found.problem == ""
     assert {"rate", "another", "third"} <= found.written
     assert found.written.isdisjoint({"own", "shape"})
-    assert [name.partition(" ")[0] for name in found.appending] == ["to_files"]
+    assert sorted(name.partition(" ")[0] for name in found.appending) == ["by_a_library", "to_files"]
+
+
+def test_relative_imports_inside_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {"task": "", "task.counters": "N = 0\ndef bump():\n    global N\n    N += 1\n"}
+    sources["task.model"] = "class Model:\n    def step(self):\n        from .counters import bump\n        bump()\n"
+    for name, source in sources.items():
+        module: Any = types.ModuleType(name)
+        module.__file__, module.__package__ = __file__, "task"
+        exec(compile(source, __file__, "exec"), vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+    found = UserCode([], [vars(sys.modules["task.model"])["Model"]])
+    assert "N" in found.names["task.counters"]
 
 
 class Refuses:

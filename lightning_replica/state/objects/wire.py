@@ -601,7 +601,7 @@ class Decoder:
             return self.anchored[rest[0]]
         if kind == "#":
             if rest[0] not in self._made and current is MISSING:
-                self._lacks(name, "a tuple that leads to itself cannot be sent to a replacement")
+                self._lacks(name, "what it refers to could not be made in a replacement")
             return self._made.get(rest[0], current)
         if kind in ("?", "!"):
             is_there = kind == "?" and current is not MISSING and describe(current) == rest[0]
@@ -639,7 +639,8 @@ class Decoder:
         made = _READERS[kind](self, number, content, current, name)
         if id(current) in self.elsewhere:
             made = current  # other attributes refer to it, and it has not changed
-        self._keep(number, made)
+        if made is not MISSING:  # else whoever else refers to it keeps what stands there
+            self._keep(number, made)
         return made
 
     def _weak(self, sent: Any, current: Any, name: str) -> Any:
