@@ -19,7 +19,7 @@ from typing import Any, Final
 from lightning_replica.core.inexact import Report
 from lightning_replica.core.user_code import UserCode
 from lightning_replica.state.objects.capture import Root
-from lightning_replica.state.objects.kinds import is_made_in_python, keeps_something
+from lightning_replica.state.objects.kinds import OF_CLASSES, is_made_in_python, keeps_something
 from lightning_replica.state.objects.records import is_special
 
 GLOBALS: Final = "globals of "
@@ -148,7 +148,7 @@ def _is_state(value: Any) -> bool:
     cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
     if cls is types.FunctionType:  # another one may take its place
         return True
-    if issubclass(cls, (staticmethod, classmethod, property)):
+    if issubclass(cls, OF_CLASSES):
         return True
     is_slot = hasattr(cls, "__get__") and not is_made_in_python(cls)
     return not (is_slot or issubclass(cls, (types.ModuleType, functools.cached_property)))

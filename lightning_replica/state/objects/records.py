@@ -333,16 +333,16 @@ def _held_in(slot: Any, value: Any) -> Any:
         return MISSING
 
 
-_of_classes: dict[type, tuple[Any, ...]] = {}
+_descriptors: dict[type, tuple[Any, ...]] = {}
 
 
 def _slots_in(cls: type) -> tuple[Any, ...]:
     """Return the descriptors of the slots of a class. A subclass may have something else of that name."""
-    if cls not in _of_classes:
+    if cls not in _descriptors:
         of_names = ([vars(base)[name] for base in cls.__mro__ if name in vars(base)] for name in slots_of(cls))
         found = (next((each for each in of_name if isinstance(each, _OF_SLOTS)), None) for of_name in of_names)
-        _of_classes[cls] = tuple(found)
-    return _of_classes[cls]
+        _descriptors[cls] = tuple(found)
+    return _descriptors[cls]
 
 
 def base_of(value: Any) -> Any:

@@ -144,13 +144,6 @@ _ADDRESSES: Final = 2**32  # smaller numbers are no ``id``
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
 
 
-@dataclass(frozen=True)
-class _Anchored:
-    """Stands for an anchor of which only the name is known."""
-
-    name: str
-
-
 class Encoder:
     """Turns a capture into plain data.
 
@@ -221,12 +214,10 @@ class Encoder:
 
     def _encode(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in ATOMS:
-            if type(value) is int and value >= _ADDRESSES and (found := self._object_at(value)) is not MISSING:
-                return ["id", self._encode(found, name, depth)]
+            if type(value) is int and value >= _ADDRESSES:
+                return self._encode_large(value, name, depth)
             return value if is_plain_atom(value) else _encode_odd(value)
         key = id(value)
-        if type(value) is _Anchored:
-            return ["@", value.name]
         if key in self._anchors.names:
             return ["@", self._anchors.names[key]]
         if key in self._numbers:
@@ -258,13 +249,15 @@ class Encoder:
         pairs = None if _is_its_own_dict(value) else self._pairs([attributes], name, depth)
         return ["with", identity, _class_of(value), sent, pairs]
 
-    def _object_at(self, address: int) -> Any:
-        """Return the object that has an ``id``; `MISSING` if none is known."""
-        if address in self._anchors.names:
-            return _Anchored(self._anchors.names[address])
-        if address in self._capture.records:
-            return self._capture.records[address].value
-        return self._tensors.get(address, MISSING)
+    def _encode_large(self, number: int, name: str, depth: int) -> Any:
+        """Return a large number; if it is the ``id`` of an object, which one that is."""
+        if number in self._anchors.names:
+            return ["id", ["@", self._anchors.names[number]]]
+        records = self._capture.records
+        found = records[number].value if number in records else self._tensors.get(number, MISSING)
+        if found is not MISSING:
+            return ["id", self._encode(found, name, depth)]
+        return number if is_plain_atom(number) else _encode_odd(number)
 
     @functools.cached_property
     def _tensors(self) -> Mapping[int, Any]:
@@ -313,8 +306,9 @@ class Encoder:
         base = value
         while isinstance(base, np.ndarray):
             base = base.base
-            is_there = id(base) in self._capture.records and id(value) not in (*self._names, *self._alone)
-            if isinstance(base, np.ndarray) and base.dtype.hasobject and is_there:
+            is_new = id(value) not in self._names and id(value) not in self._alone
+            is_of_objects = isinstance(base, np.ndarray) and base.dtype.hasobject
+            if is_new and is_of_objects and id(base) in self._capture.records:
                 why = "it shows a part of another array of objects, which it will not do in a replacement"
                 self._report(name, why, "replacement")
                 return

@@ -193,9 +193,12 @@ class LightningCheckpoints(LightningCollectives):
         training.save_on_request(partial(self._save_planned, trainer, training, directory))
 
     def _report_what_is_left_out(self, trainer: pl.Trainer) -> None:
-        """Say at the start of a fit what its sharded checkpoints will lack, once."""
-        left = left_out(trainer) if trainer.is_global_zero and not self._is_replacement else []
-        if left and left != self._reported_left_out:
+        """Say at the start of a fit what its sharded checkpoints will lack, once. On all ranks.
+
+        A callback's ``state_dict`` may be collective. A replacement joins when the others are past this.
+        """
+        left = [] if self._is_replacement else left_out(trainer)
+        if trainer.is_global_zero and left and left != self._reported_left_out:
             self._reported_left_out = left
             warn(
                 f"checkpoints in directories hold tensors and plain data only, and lack: {'; '.join(left)}."
