@@ -6,6 +6,7 @@ content of some tensors is compared in each snapshot, in turn, and what is found
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final
 
@@ -175,11 +176,15 @@ def unpack_states(packed: bytes) -> list[dict[str, Any]]:
 def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]]) -> None:
     """Restore the states that `MetricStates.copy` returned."""
     metrics = [module for module in modules if isinstance(module, Metric)]
+    uses = _uses(metrics)
     for metric, state in zip(metrics, states, strict=True):
         for name, value in state.items():
-            own = _original.get(value, getattr(metric, name)) if isinstance(value, Tensor) else None
+            own = _original.get(value) if isinstance(value, Tensor) else None
+            if own is None and uses[id(getattr(metric, name))] == 1:  # another process has made the copy
+                own = getattr(metric, name)
             if (
-                isinstance(own, Tensor)
+                isinstance(value, Tensor)
+                and isinstance(own, Tensor)
                 and not own.requires_grad
                 and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, metric.device)
             ):
@@ -187,6 +192,15 @@ def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]])
                 setattr(metric, name, own)
             else:
                 setattr(metric, name, _clone(value, metric.device))
+
+
+def _uses(metrics: Iterable[Metric]) -> Counter[int]:
+    """Return for how many states and defaults each object stands; `RunningMean` begins with one for all its window."""
+    found = Counter[int]()
+    for metric in metrics:
+        found.update(id(getattr(metric, name)) for name in metric._defaults)
+        found.update(map(id, metric._defaults.values()))
+    return found
 
 
 # The tensors that were copied: code may have other names for them. Those with a graph are new each time.

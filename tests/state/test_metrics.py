@@ -3,8 +3,9 @@
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
-from torchmetrics import CatMetric, MeanMetric
+from torchmetrics import CatMetric, MeanMetric, RunningMean
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from lightning_replica._compat.lightning_names import _ResultCollection
@@ -105,3 +106,17 @@ def test_what_is_written_without_a_word_is_found_in_its_turn() -> None:
         (state,) = states.copy(tree)
     assert state["preds"][3].tolist() == [7] * 4
     assert [*inexact.known] == ["BinaryAUROC.preds"]
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric MeanMetric")  # `RunningMean` always gives it
+def test_states_that_begin_as_one_object_get_their_own_contents() -> None:
+    """`RunningMean` has one tensor for all of its window, and as its default, until it is updated."""
+    metric, other = RunningMean(window=3), RunningMean(window=3)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        metric.update(value)
+    states = unpack_states(bytes(pack_states(MetricStates().copy(Tree.of(metric)), dict)))
+    metrics.put_states(other.modules(), states)
+    assert other.compute() == metric.compute() == 3.0
+    other.reset()
+    other.update(5.0)
+    assert other.compute() == 5.0

@@ -36,7 +36,7 @@ SCRIPTS = {
     # DDP lets ranks go apart where parameters are frozen when it begins.
     "finetuning": Script("scripts/finetuning.py", ddp="."),
     "pruning": Script("scripts/pruning.py"),
-    "loggers": Script("scripts/loggers.py", varies=r"wandb/.*\.(log|json|yaml|txt)"),
+    "loggers": Script("scripts/loggers.py", packages=("WITH_LOGGERS",), varies=r"wandb/.*\.(log|json|yaml|txt)"),
     "rich_bar": Script("scripts/bars.py", ("RichProgressBar",), terminal=True),
     "tqdm_bar": Script("scripts/bars.py", ("TQDMProgressBar",), terminal=True),
     "loaders": Script("scripts/loaders.py"),
