@@ -60,6 +60,16 @@ OF_TRAINER: Final = frozenset(
 )
 """The names of all attributes that Lightning gives to a trainer, in any of the versions that are supported."""
 
+SETTINGS_OF_TRAINER: Final = frozenset(
+    (
+        *("_val_check_time_interval", "callbacks", "check_val_every_n_epoch", "gradient_clip_algorithm"),
+        *("gradient_clip_val", "limit_predict_batches", "limit_test_batches", "limit_train_batches"),
+        *("limit_val_batches", "log_every_n_steps", "overfit_batches", "reload_dataloaders_every_n_epochs"),
+        "val_check_interval",
+    )
+)
+"""Those that are settings, which code may change in training; others change as training goes on."""
+
 
 def device_is_a_guess(plugin: type[Precision], device: str, accelerator: Accelerator | None) -> bool:
     """Return whether Lightning made a plugin for ``device`` only because it does not recognize ``accelerator``.

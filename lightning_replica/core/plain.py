@@ -80,7 +80,7 @@ _BYTES: Final = frozenset((bytes, Pieces))
 
 
 def pack(value: Any) -> bytes:
-    """Return ``value`` as bytes: None, bool, int, float, str, bytes, dense tensors, lists, tuples and dicts of these.
+    """Return ``value`` as bytes: plain data, numbers of NumPy, dense tensors, lists, tuples and dicts of these.
 
     Every bit is preserved, including those of a NaN. `unpack` returns tensors on the CPU unless ``placed`` is true.
 
@@ -180,6 +180,8 @@ def _to_json(value: Any, blobs: list[Any]) -> Any:
         return {_MARK: "bytes", "size": len(value)}
     if isinstance(value, Tensor) and is_plain(value):
         return _tensor_to_json(value, blobs)
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcmM" and kind is np.dtype(value.dtype.str).type:
+        return {_MARK: "number", "dtype": value.dtype.str, "bits": value.tobytes().hex()}
     raise NotPlainError(f"it holds a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -236,6 +238,7 @@ _READERS: dict[str, _Reader] = {
     "tuple": lambda node, walk, take: tuple(walk(item) for item in node["items"]),
     "bytes": lambda node, walk, take: take(node["size"]),
     "tensor": _read_tensor,
+    "number": lambda node, walk, take: np.frombuffer(bytes.fromhex(node["bits"]), node["dtype"])[0],
 }
 
 

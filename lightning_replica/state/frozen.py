@@ -4,19 +4,29 @@ No shard holds them, so a rank that goes back to a snapshot has to restore them 
 backbone, a model to which adapters are added), and they may be large; `contents` says what is compared and copied. If a
 parameter that has no copy turns out to have changed since the snapshot, the run ends with an error, because it would
 not be exact.
+
+A replacement gets their values from a peer. Ranks may have written different ones, as codebooks of their own. So peers
+keep small values that a rank has written, and of large ones the digest, which shows whether the peer has the same.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lightning_replica._compat.dtensor import local_of
+from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report
 from lightning_replica.errors import RecoveryError
-from lightning_replica.state.objects.contents import Contents, Copy, Held, is_content
+from lightning_replica.sharding.guard import digest
+from lightning_replica.sharding.listing import words_of
+from lightning_replica.state.objects.contents import Contents, Copy, Held, is_content, plain_of
 
 FrozenValues: TypeAlias = list[tuple[Held, Copy]]
 """Parameters, each with what it held; None for those that are large and have not been seen to change."""
+
+_SENT_BYTES: Final = 2**22  # of values that have been written, which peers keep
 
 
 class FrozenCopies:
@@ -29,7 +39,11 @@ class FrozenCopies:
 
     def __init__(self, trained: Callable[[], Sequence[nn.Parameter]], report: Report) -> None:
         self._trained = trained
+        self._report = report
         self._contents = Contents(report)
+        self._first: dict[str, Any] = {}  # a parameter that stands where another one stood counts as written
+        self._written = set[str]()
+        self._packed: dict[str, tuple[Copy, bool, bytes]] = {}
 
     def take(self, parameters: dict[str, nn.Parameter], window: bool, whole: bool = False) -> FrozenValues:
         """Return copies of the parameters that change.
@@ -44,7 +58,61 @@ class FrozenCopies:
         values = [self._contents.add(each, f"module.{name}") for name, each in found.items()]
         self._contents.keep(map(id, found.values()))
         self._contents.refresh(window, whole)
+        self._written |= {
+            name
+            for name, held in zip(found, values, strict=True)
+            if held.changes or self._first.setdefault(name, held.value) is not held.value
+        }
         return [(each, each.copy) for each in values]
+
+    def packed(self, values: FrozenValues) -> plain.Pieces:
+        """Return what peers keep of ``values``, the last that `take` has returned; empty if none has been written."""
+        copies = {held.name: copy for held, copy in values if held.name.removeprefix("module.") in self._written}
+        written = {name.removeprefix("module."): copy for name, copy in copies.items() if copy is not None}
+        if not written:
+            return plain.Pieces()
+        are_sent = sum(copy.nbytes for copy in written.values()) <= _SENT_BYTES
+        self._packed = {name: self._pack(name, copy, are_sent) for name, copy in written.items()}
+        return plain.pack_lists_in_pieces({name: packed for name, (_, _, packed) in self._packed.items()})
+
+    def _pack(self, name: str, copy: Copy, is_sent: bool) -> tuple[Copy, bool, bytes]:
+        known = self._packed.get(name)
+        if known is not None and known[0] is copy and known[1] == is_sent:
+            return known
+        return copy, is_sent, plain.pack(copy if is_sent else digest_of(copy))
+
+    def export(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        """Return what a replacement needs of a peer: all values, by name, and the names of those that it has written.
+
+        Args:
+            parameters: All parameters of the module, by name.
+        """
+        trained = {id(parameter) for parameter in self._trained()}
+        frozen = {name: local_of(each).detach() for name, each in parameters.items() if id(each) not in trained}
+        return {"values": frozen, "written": sorted(self._written)}
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter], of_peer: Mapping[str, Any], own: bytes) -> None:
+        """Write into a replacement's parameters what its predecessor held; where that is unknown, what a peer holds.
+
+        Args:
+            parameters: All parameters of the module, by name.
+            of_peer: What `export` has returned on a peer.
+            own: What `packed` has returned on the predecessor.
+        """
+        kept: dict[str, Any] = {name: plain.unpack(each) for name, each in plain.unpack(own).items()} if own else {}
+        for name, theirs in of_peer["values"].items():
+            value = kept.get(name)
+            if isinstance(value, str) and value != digest_of(theirs):
+                self._report(f"module.{name}", "ranks hold different values, and this large one was lost", "once")
+            elif value is None and name in of_peer["written"]:
+                self._report(f"module.{name}", "only other ranks have written to it: this one has theirs now", "once")
+            with torch.no_grad():
+                local_of(parameters[name]).copy_(value if isinstance(value, Tensor) else theirs)
+        self._written = {*kept, *of_peer["written"]}
+
+    def renew(self) -> None:
+        """Copy all values again the next time."""
+        self._contents, self._first, self._packed = Contents(self._report), {}, {}
 
     def put_back(self, values: FrozenValues) -> None:
         """Restore the values that `take` has copied.
@@ -62,3 +130,9 @@ class FrozenCopies:
         for held, copy in values:
             if copy is not None:
                 held.put_back(copy)
+
+
+def digest_of(value: Tensor) -> str:
+    """Return a digest of the bits of a tensor."""
+    content = plain_of(value)
+    return f"{digest(content, 0, words_of(content)):016x}" if content.numel() else ""

@@ -4,10 +4,8 @@ import logging
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.lightning import epoch_of
 from lightning_replica._compat.lightning_names import _call_strategy_hook, _set_sampler_epoch, pl
 from lightning_replica._compat.torch import mark_stepped
@@ -28,7 +26,7 @@ from lightning_replica.state.metrics import from_plain, to_plain
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import LEFT_OUT, Taken
 from lightning_replica.state.snapshot import Snapshot
-from lightning_replica.state.structure import Original, Outline, Structure, differences, follow
+from lightning_replica.state.structure import Original, Outline, Structure, Tables, differences, follow
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +55,8 @@ class LightningHostState:
         self._copies = snapshots.Copies(trainer, inexact.report)
         self._frozen = FrozenCopies(self._trained, inexact.report)
         self._original = Original(trainer.lightning_module)
+        self._original_outline = self.outline()
+        self._outlined: tuple[list[Tables] | None, bytes] = None, b""
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
@@ -86,6 +86,8 @@ class LightningHostState:
             taken,
             mirrored=plain.pack(objects) if objects else b"",
             attributes=plain.pack(attributes) if any(attributes) else b"",
+            packed_frozen=b"",
+            packed_outline=b"",
         )
 
     def own_buffers(self) -> tuple[bool, bytes]:
@@ -229,7 +231,17 @@ class LightningHostState:
             taken = snapshots.take(self._trainer, self._device, kind, step, self._copies, whole)
             if taken.structure is not None:
                 taken.frozen = self._frozen.take(self._parameters(), kind == "batch", whole)
+                taken.packed_frozen = self._frozen.packed(taken.frozen)
+                taken.packed_outline = self._changed_outline(taken.structure)
             return taken
+
+    def _changed_outline(self, structure: Structure) -> bytes:
+        """Return the outline as it is mirrored; empty while the model consists of what it did when the fit began."""
+        if structure.tables is not self._outlined[0]:
+            outline = self.outline()
+            packed = b"" if outline == self._original_outline else plain.pack(asdict(outline))
+            self._outlined = structure.tables, packed
+        return self._outlined[1]
 
     def _trained(self) -> list[nn.Parameter]:
         return self._state.trained
@@ -267,19 +279,12 @@ class LightningHostState:
     def export(self, kind: Kind, step: int) -> bytes:
         """Return the replicated part of a snapshot, with the parameters that no shard holds."""
         taken = self._held[kind, step]
-        trained = {id(parameter) for parameter in self._trained()}
-        frozen = {
-            name: local_of(parameter).detach()
-            for name, parameter in self._trainer.lightning_module.named_parameters()
-            if id(parameter) not in trained
-        }
         replicated = {
             **taken.replicated,
-            "frozen": frozen,
+            "frozen": self._frozen.export(dict(self._trainer.lightning_module.named_parameters())),
             "attributes": plain.pack(self._copies.reachable.whole(taken.reached)),
             "signature": self.signature(taken),
             "differing": self._differing,
-            "outline": asdict(self.outline()),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
 
@@ -301,12 +306,13 @@ class LightningHostState:
         self._held, self._adopted = {}, True
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
         module = self._trainer.lightning_module
-        follow(module, Outline(**taken.replicated.pop("outline")), taken.replicated["buffers"], self._original)
+        if taken.packed_outline:
+            buffers = {**taken.replicated["buffers"], **taken.buffers}
+            follow(module, Outline(**plain.unpack(taken.packed_outline)), buffers, self._original)
         taken.structure = Structure.of(Tree.of(module))
-        parameters = dict(module.named_parameters())
-        with self._device.fence, torch.no_grad():
-            for name, value in taken.replicated.pop("frozen").items():
-                local_of(parameters[name]).copy_(value)
+        with self._device.fence:
+            parameters, of_peer = dict(module.named_parameters()), taken.replicated.pop("frozen")
+            self._frozen.adopt(parameters, of_peer, bytes(taken.packed_frozen))
         self._join_sent(taken)
         self._expected = builds.expected(
             taken.replicated.pop("signature"), taken.replicated.pop("differing"), self._differing
@@ -375,7 +381,7 @@ class LightningHostState:
         taken.reached, taken.sent = self._copies.reachable.take(Tree.of(module)), ()
         taken.mirrored = self._copies.mirrored(taken.reached)
         self._copies.reachable.compare(taken.reached, self._expected)
-        self._frozen = FrozenCopies(self._trained, self._inexact.report)
+        self._frozen.renew()
         taken.frozen = self._frozen.take(dict(module.named_parameters()), window=False)
 
     def load(self, taken: Snapshot) -> None:

@@ -1,4 +1,4 @@
-"""State that all ranks have but that may differ between them: of schedulers, of callbacks, and logged values.
+"""State that all ranks have but that may differ between them: of schedulers, of callbacks, logged values and modes.
 
 A metric that is logged without ``sync_dist`` has another value on every rank. Then the state that early stopping, a
 checkpoint callback or a plateau scheduler derives from it differs, too. A replacement first takes these states from a
@@ -28,6 +28,11 @@ from lightning_replica.state.atoms import ATOMS, is_same_atom
 _LARGE_BYTES = 64 * 1024
 _MANY = 64  # elements; a larger tensor among the logged values is not mirrored
 _DEEP = 16  # containers in containers; deeper ones are not followed, because they may contain themselves
+_MODES = (
+    *("val_seen", "val_has_run", "logger_fx", "training", "accumulate", "gradient", "requires_grad", "should_stop"),
+    *("scheduler_configs", "precision", "fit_loop", "epoch_loop", "trainer", "settings", "buffers_due", "momenta"),
+    "groups",
+)
 _NUMBERS = frozenset((type(None), bool, int, float))
 _TENSORS = (Tensor, nn.Parameter)
 
@@ -120,24 +125,57 @@ class Logged:
         return self._packed
 
 
+class Modes:
+    """Packs what code sets on each rank: modes of modules, limits of the trainer, settings of the process.
+
+    Args:
+        report: Called with what is not mirrored.
+    """
+
+    def __init__(self, report: Report = warn) -> None:
+        self._report = report
+        self._values: dict[str, Any] = {}
+        self._packed: dict[str, bytes] = {}
+
+    def pack(self, replicated: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+        """Pack the values of a snapshot's replicated part that are named in `_MODES`, by name."""
+        for name in _MODES:
+            value = replicated[name]
+            if name in self._values and _is_same(value, self._values[name], {}):
+                continue
+            self._values[name] = copy.deepcopy(value)
+            self._packed[name] = _packed(value)
+            if not self._packed[name]:
+                why = "it is large or no plain data, so a replaced rank takes that of a peer, which may be another"
+                self._report(f"{name!r} of the trainer's state", why, "unknown")
+        return [*self._packed.items()]
+
+
 class Own:
     """Joins packed states, and does so again only when one of them has changed."""
 
     def __init__(self) -> None:
-        self._states: tuple[list[bytes], list[tuple[str, bytes]]] = [], []
-        self._packed_states = self._logged = self._packed = b""
+        self._states: tuple[Any, ...] = ()
+        self._packed_states = self._logged = b""
+        self._packed = plain.Pieces()
 
-    def pack(self, schedulers: list[bytes], callbacks: list[tuple[str, bytes]], logged: bytes) -> bytes:
-        """Pack the states of schedulers in their order, the states of callbacks by key, and the logged values."""
-        if (schedulers, callbacks) != self._states or not self._packed_states:
-            self._states, self._packed = (schedulers, callbacks), b""
-            self._packed_states = plain.pack_lists([schedulers, callbacks])
+    def pack(
+        self,
+        schedulers: list[bytes],
+        callbacks: list[tuple[str, bytes]],
+        modes: list[tuple[str, bytes]],
+        logged: bytes,
+    ) -> plain.Pieces:
+        """Pack states of schedulers in their order, those of callbacks and modes by name, and the logged values."""
+        if (schedulers, callbacks, modes) != self._states:
+            self._states = (schedulers, callbacks, modes)
+            self._packed_states, self._packed = plain.pack_lists([*self._states]), plain.Pieces()
         if logged is not self._logged or not self._packed:
-            self._logged, self._packed = logged, plain.pack_lists([self._packed_states, logged])
+            self._logged, self._packed = logged, plain.pack_lists_in_pieces([self._packed_states, logged])
         return self._packed
 
 
-def put(replicated: dict[str, Any], own: bytes) -> None:
+def put(replicated: dict[str, Any], own: bytes | plain.Pieces) -> None:
     """Replace a peer's states with the rank's own.
 
     Args:
@@ -146,13 +184,16 @@ def put(replicated: dict[str, Any], own: bytes) -> None:
     """
     if not own:
         return
-    states, logged = plain.unpack(own)
-    schedulers, callbacks = plain.unpack(states)
+    states, logged = plain.unpack(bytes(own))
+    schedulers, callbacks, modes = plain.unpack(states)
     for place, packed in enumerate(schedulers):
         if packed:
             replicated["schedulers"][place] = plain.unpack(packed, placed=True)
     for key, packed in callbacks:
         replicated["callbacks"][key] = plain.unpack(packed, placed=True)
+    for name, packed in modes:
+        if packed:
+            replicated[name] = plain.unpack(packed, placed=True)
     if logged:
         replicated["logged"] = _logged_of(logged, replicated["logged"])
 

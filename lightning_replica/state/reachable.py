@@ -20,7 +20,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_replica._compat.lightning import OF_TRAINER
+from lightning_replica._compat.lightning import OF_TRAINER, SETTINGS_OF_TRAINER
 from lightning_replica._compat.lightning_names import Accelerator, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import is_wrapper
@@ -87,6 +87,7 @@ class Reachable:
 
     def __init__(self, trainer: pl.Trainer, report: Report) -> None:
         self._trainer, self._report = trainer, report
+        self._callbacks = list[Any](trainer.callbacks)  # type: ignore[attr-defined]  # code may change the trainer's
         self._tree: Tree | None = None
         self._seen: list[Any] = []
         self._roots: list[Root] = []
@@ -122,8 +123,8 @@ class Reachable:
         seen = [loaders, marked, sizes, of_rank, schedulers, [*map(id, held)]]
         if tree is not self._tree or seen != self._seen:
             self._tree, self._seen, self._held = tree, seen, held
-            self._roots = [*_roots(self._trainer, tree), *self._roots_beside(tree)]
-            self._anchors = anchors_of(self._trainer)
+            self._roots = [*_roots(self._trainer, tree, self._callbacks), *self._roots_beside(tree)]
+            self._anchors = Anchors.of(_anchored(self._trainer, self._callbacks))
 
     def _roots_beside(self, tree: Tree) -> list[Root]:
         holders = [Root(self._hooks.holder, "hook"), Root(self._groups.holder, "param groups")]
@@ -186,11 +187,11 @@ class Reachable:
         for name, _, watch in _watched(self._trainer):
             watch.add(attribute for root, pairs in sent if root == name for attribute, _ in pairs)
         tree = Tree.of(self._trainer.lightning_module)
-        roots = (*_roots(self._trainer, tree, all_tensors=True), *self._roots_beside(tree))
+        roots = (*_roots(self._trainer, tree, self._callbacks, all_tensors=True), *self._roots_beside(tree))
         self._variables.environment.look()
         self._hooks.look(self._trainer.lightning_module, tree)
         self._groups.look(self._trainer)
-        self._tracked.put_sent(roots, _anchored(self._trainer), sent)
+        self._tracked.put_sent(roots, _anchored(self._trainer, self._callbacks), sent)
         self._variables.environment.put(self._report)
         self._groups.put(self._trainer)
 
@@ -287,7 +288,8 @@ def signature_of_all(trainer: pl.Trainer) -> Signature:
 
 
 def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES, report: Report = warn) -> tuple[Capture, Anchors]:
-    anchors, roots = anchors_of(trainer), list(_roots(trainer, Tree.of(trainer.lightning_module)))
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    anchors, roots = anchors_of(trainer), list(_roots(trainer, Tree.of(trainer.lightning_module), callbacks))
     return Recorder(report, copied_bytes).take(roots, anchors), anchors
 
 
@@ -369,7 +371,7 @@ def _untrained(trainer: pl.Trainer) -> set[int]:
     return set(map(id, left)) if sum(each.nbytes for each in left) <= GRADIENTS_BYTES else set()
 
 
-def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterator[Root]:
+def _roots(trainer: pl.Trainer, tree: Tree, callbacks: Iterable[Any], all_tensors: bool = False) -> Iterator[Root]:
     module = trainer.lightning_module
     untrained = _untrained(trainer)
     for name, tensor in module.named_parameters():
@@ -392,7 +394,6 @@ def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterat
         else:
             yield Root(each, name, _OF_TORCH, leads_of(each, _OF_TORCH))
     # Counted without those of this package and of Lightning, which a run that is compared with this one may not have.
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for place, callback in enumerate(each for each in callbacks if is_users(each)):
         yield Root(callback, f"callback {place} ({type(callback).__name__})", _LOGGING)
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
@@ -400,7 +401,7 @@ def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterat
         yield Root(data, "datamodule", _OF_DATA)
     for name, optimizer, watch in _watched(trainer):
         yield Root(optimizer, name, only=watch.of_rank())
-    yield Root(trainer, "trainer", OF_TRAINER)
+    yield Root(trainer, "trainer", OF_TRAINER - SETTINGS_OF_TRAINER)
     yield from _schedulers(trainer)
 
 
@@ -444,20 +445,21 @@ def is_users(item: Any) -> bool:
 
 def training_objects(trainer: pl.Trainer) -> TrainingObjects:
     """Return what a training consists of beside its data."""
-    roots = _roots(trainer, Tree.of(trainer.lightning_module))
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    roots = _roots(trainer, Tree.of(trainer.lightning_module), callbacks)
     of_data = (nn.Module, pl.LightningDataModule, pl.Callback)
     return TrainingObjects(
-        list(_anchored_beside_data(trainer)), [each for each in roots if isinstance(each.value, of_data)]
+        list(_anchored_beside_data(trainer, callbacks)), [each for each in roots if isinstance(each.value, of_data)]
     )
 
 
 def anchors_of(trainer: pl.Trainer) -> Anchors:
     """Return what has a name in every process, and whose content is restored by other code or is a root."""
-    return Anchors.of(_anchored(trainer))
+    return Anchors.of(_anchored(trainer, trainer.callbacks))  # type: ignore[attr-defined]
 
 
-def _anchored(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
-    yield from _anchored_beside_data(trainer)
+def _anchored(trainer: pl.Trainer, callbacks: Iterable[Any]) -> Iterable[tuple[str, Any]]:
+    yield from _anchored_beside_data(trainer, callbacks)
     # What loaders draw from is restored with their positions; not of those that only the user's code iterates.
     yield from ((f"loader {place}", exact.loader) for place, exact in enumerate(_loaders(trainer)))
     combined = (trainer.fit_loop._combined_loader, trainer.fit_loop.epoch_loop.val_loop._combined_loader)
@@ -466,7 +468,7 @@ def _anchored(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
     yield from ((f"data {place}", each) for place, each in enumerate(sources))
 
 
-def _anchored_beside_data(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
+def _anchored_beside_data(trainer: pl.Trainer, callbacks: Iterable[Any]) -> Iterable[tuple[str, Any]]:
     module = trainer.lightning_module
     yield from ((f"parameter {name}", each) for name, each in module.named_parameters())
     yield from ((f"buffer {name}", each) for name, each in module.named_buffers())
@@ -486,7 +488,7 @@ def _anchored_beside_data(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
     yield "trainer", trainer
     yield "strategy", trainer.strategy
     yield from ((f"logger {place}", each) for place, each in enumerate(trainer.loggers))
-    yield from ((f"callback {place}", each) for place, each in enumerate(trainer.callbacks))  # type: ignore[attr-defined]
+    yield from ((f"callback {place}", each) for place, each in enumerate(callbacks))
     yield "datamodule", trainer.datamodule  # type: ignore[attr-defined]
 
 

@@ -4,8 +4,9 @@
 Counters of loops, hyperparameters of param groups, shared buffers and more are the same on every rank. A replacement
 takes them from a peer. Random numbers, data position, metrics under way, the closure's loss and buffers that differ
 from the shared ones (state/module_buffers.py) belong to one rank. Its peers keep a copy of them (recovery.mirror).
-States of schedulers and callbacks and the values that were last logged are mostly the same on every rank. They are in
-both parts, and a replacement uses its predecessor's (state/own_states.py).
+States of schedulers and callbacks, modes of modules and the values that were last logged are mostly the same on every
+rank. They are in both parts, and a replacement uses its predecessor's (state/own_states.py). So are parameters that no
+shard holds, and what the model consists of, once code has changed them.
 """
 
 import copy
@@ -47,7 +48,7 @@ from lightning_replica.state.metrics import (
 )
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import Taken
-from lightning_replica.state.own_states import Logged, Own, States
+from lightning_replica.state.own_states import Logged, Modes, Own, States
 from lightning_replica.state.reachable import Reachable, is_users_scheduler
 from lightning_replica.state.structure import Structure
 
@@ -56,12 +57,9 @@ Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoc
 
 # Attributes that callbacks (stochastic weight averaging), the epoch or user code change; plain data, as they are sent.
 _ATTRIBUTES = {
-    "fit_loop": ("max_epochs", "max_batches", "_skip_backward", "lengths"),
+    "fit_loop": ("max_epochs", "min_epochs", "max_batches", "_skip_backward", "lengths"),
     "epoch_loop": ("max_steps", "min_steps"),
-    "trainer": (
-        *("gradient_clip_val", "check_val_every_n_epoch", "limit_train_batches", "limit_val_batches"),
-        *("log_every_n_steps", "val_check_batch"),
-    ),
+    "trainer": ("val_check_batch",),
 }
 _OF_SCHEDULER_CONFIG = ("interval", "frequency", "monitor", "strict")
 
@@ -94,6 +92,8 @@ class Snapshot:
         own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         buffers: This rank's buffers that differ from those in ``replicated``.
         packed_buffers: The same, as they are mirrored; empty if they are not.
+        packed_frozen: Parameters that no shard holds, as they are mirrored; empty if none has been written.
+        packed_outline: What the module consists of, as it is mirrored; empty if that has not changed in this fit.
         schedulers: The scheduler configs themselves, which callbacks may replace, with their schedulers; None on a
             replacement.
         trainer_callbacks: The callbacks, which may remove themselves; None on a replacement.
@@ -120,9 +120,11 @@ class Snapshot:
     attributes: bytes = b""
     data_setups: list[DataSetup | None] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
-    own: bytes = b""
+    own: bytes | plain.Pieces = b""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     packed_buffers: bytes = b""
+    packed_frozen: bytes | plain.Pieces = b""
+    packed_outline: bytes = b""
     schedulers: list[tuple[Any, Any]] | None = None
     trainer_callbacks: list[Any] | None = None
     structure: Structure | None = None
@@ -152,7 +154,7 @@ class Snapshot:
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
         setups = [None if setup is None else list(setup) for setup in self.data_setups]
         rest = [self.loss, self.fresh, self._packed_states(), self.mirrored, self.own, setups, list(self.fetching)]
-        packed = [self.extras, self.attributes, self.packed_buffers]
+        packed = [self.extras, self.attributes, self.packed_buffers, self.packed_frozen, self.packed_outline]
         return plain.pack_lists_in_pieces([self.rng, self.results, *loaders, *rest, *packed])
 
     def _packed_states(self) -> plain.Pieces:
@@ -187,13 +189,14 @@ class Snapshot:
         """Return a snapshot with the private part alone, made from what `private` returned."""
         parts = plain.unpack(private)
         rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching, *packed = parts
-        extras, attributes, buffers = packed
+        extras, attributes, buffers, *of_model = packed
         taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own, extras=extras, attributes=attributes)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.fetching = Fetching.of(fetching)
         taken.metric_states = unpack_states(states) if states else []
         taken.take_over(kept)
         taken.take_over_buffers(buffers)
+        taken.packed_frozen, taken.packed_outline = of_model or (b"", b"")  # an earlier version's checkpoint has none
         taken.data_setups = [None if setup is None else DataSetup(*setup) for setup in setups]
         return taken
 
@@ -248,13 +251,14 @@ class Copies:
         self.structure: Structure | None = None
         self.tree: Tree | None = None
         self.metrics = MetricStates(report)
-        self._logged, self._own = Logged(), Own()
+        self._logged, self._modes, self._own = Logged(), Modes(report), Own()
         self._mirrored: tuple[Taken | None, plain.Pieces] = None, plain.Pieces()
 
-    def own(self, replicated: dict[str, Any]) -> bytes:
+    def own(self, replicated: dict[str, Any]) -> plain.Pieces:
         """Pack the part of ``replicated``, just taken with these copies, that may differ between ranks."""
         schedulers = [self.schedulers.packed(str(place)) for place in range(len(replicated["schedulers"]))]
-        return self._own.pack(schedulers, self.callbacks.packed, self._logged.pack(replicated["logged"]))
+        modes, logged = self._modes.pack(replicated), self._logged.pack(replicated["logged"])
+        return self._own.pack(schedulers, self.callbacks.packed, modes, logged)
 
     def mirrored(self, reached: Taken) -> plain.Pieces:
         """Pack the part of what `Reachable.take` returned that is mirrored; empty if nothing has changed."""

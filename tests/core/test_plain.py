@@ -33,9 +33,12 @@ def bits(value: float) -> bytes:
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+NUMBERS = st.sampled_from("?bHlefdgFDm").flatmap(
+    lambda code: st.binary(min_size=16, max_size=32).map(lambda data: np.frombuffer(data[:16] * 2, code)[0])
+)
 KEYS = st.text() | st.integers() | st.just("!")
 VALUES = st.recursive(
-    SCALARS,
+    SCALARS | NUMBERS,
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner),
     max_leaves=12,
 )
@@ -62,6 +65,8 @@ def test_every_bit_of_lists_and_dicts_arrives(value: Any) -> None:
 
 def _shown(value: Any) -> Any:
     """Types and bits, so that -0.0, every NaN and True differ from what they compare equal to."""
+    if isinstance(value, np.generic):
+        return (type(value), value.dtype.str, value.tobytes())
     if isinstance(value, float):
         return ("float", bits(value))
     if isinstance(value, (list, tuple)):

@@ -24,6 +24,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LRScheduler
@@ -39,6 +40,8 @@ STEP = 3
 
 class Kind(L.LightningModule):
     """Trains a line; `change` is what each step does to the state."""
+
+    loader_class: type[DataLoader[Any]] = DataLoader
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +123,36 @@ class FrozenReplaced(Kind):
         return self.prototypes.item()
 
 
+class Codebook(Kind):
+    """A rank writes to one of two codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.ParameterList(nn.Parameter(torch.zeros(1), requires_grad=False) for _ in range(2))
+
+    def change(self) -> None:
+        self.codes[0].data += 1  # type: ignore[operator]
+
+    def look(self) -> Any:
+        return [code.item() for code in self.codes]
+
+
+class Modes(Kind):
+    """Layers in evaluation mode, a parameter that learns no more, a limit of the trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Dropout() for _ in range(8))
+
+    def change(self) -> None:
+        self.layers[self.changes].eval()
+        self.line.bias.requires_grad = self.changes % 2 == 0
+        self.trainer.fit_loop.max_epochs = 100 + self.changes
+
+    def look(self) -> Any:
+        return [[layer.training for layer in self.layers], self.line.bias.requires_grad, self.trainer.max_epochs]
+
+
 class TensorRate(Kind):
     def __init__(self) -> None:
         super().__init__()
@@ -157,9 +190,14 @@ class TrainerAttributes(Kind):
     def change(self) -> None:
         self.trainer.log_every_n_steps += 1  # type: ignore[attr-defined]
         self.trainer.fit_loop.epoch_loop.max_steps += 1
+        self.trainer.fit_loop.min_epochs = -self.changes
+        self.trainer.gradient_clip_algorithm = ("norm", "value")[self.changes % 2]  # type: ignore[attr-defined]
+        self.trainer.reload_dataloaders_every_n_epochs = self.changes  # type: ignore[attr-defined]
 
     def look(self) -> Any:
-        return [self.trainer.log_every_n_steps, self.trainer.max_steps]  # type: ignore[attr-defined]
+        trainer: Any = self.trainer
+        steps = [trainer.log_every_n_steps, trainer.max_steps, trainer.min_epochs]
+        return [*steps, trainer.gradient_clip_algorithm, trainer.reload_dataloaders_every_n_epochs]
 
 
 class Vocabulary(Kind):
@@ -289,6 +327,23 @@ class OwnLoader(Kind):
         return self.drawn
 
 
+class _Levels(DataLoader[Any]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.levels = [0]
+
+
+class LoaderWithAttributes(Kind):
+    loader_class = _Levels
+
+    def change(self) -> None:
+        self.trainer.train_dataloader.levels.append(self.changes)
+
+    def look(self) -> Any:
+        loader: Any = self.trainer.train_dataloader
+        return loader.levels
+
+
 LOSS: Any = torch.tanh
 
 
@@ -373,6 +428,32 @@ class CallbackOfTheModule(Kind):
 
     def look(self) -> Any:
         return [self.keeps.module is self, self.keeps.seen is self.seen, self.seen]
+
+
+class _Counting(L.Callback):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.number += 100
+
+
+class CallbacksCome(Kind):
+    """Callbacks of the user's and of Lightning's join, and the first leaves."""
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [_Counting(0)]
+
+    def change(self) -> None:
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.changes == 2:
+            callbacks[:] = [each for each in callbacks if not isinstance(each, _Counting)]
+        callbacks += [_Counting(self.changes), EarlyStopping("loss", patience=self.changes, strict=False)]
+
+    def look(self) -> Any:
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        counts = [each.number for each in callbacks if isinstance(each, _Counting)]
+        return [counts, [each.patience for each in callbacks if isinstance(each, EarlyStopping)], len(callbacks)]
 
 
 class _Draws(random.Random):
@@ -1158,7 +1239,7 @@ class GoesBack(L.Callback):
         if training.state.step != STEP:
             return
         host, found = training.host, notes()
-        found["sent"] = host.export("batch", STEP), bytes(host.private("batch", STEP))
+        found["sent"], found["private"] = host.export("batch", STEP), bytes(host.private("batch", STEP))
         found["before"] = repr(pl_module.look())
         pl_module.turn()
         found["after"] = repr(pl_module.look())
@@ -1171,18 +1252,39 @@ class GoesBack(L.Callback):
         trainer.should_stop = True
 
 
+class Apart(L.Callback):
+    """Sends the state of a rank that has changed it once more than the others."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        training: Any = trainer.strategy.training  # type: ignore[attr-defined]
+        if training.state.step == STEP - 1:
+            pl_module.turn()
+        elif training.state.step == STEP:
+            notes()["of_peer"] = training.host.export("batch", STEP)
+            trainer.should_stop = True
+
+
 class Joins(L.Callback):
-    """Adopts the state that `GoesBack` has sent."""
+    """Adopts the state that a peer has sent, and the private state of its predecessor.
+
+    Args:
+        peer: Where the state of the peer was noted.
+        as_: As what the state is noted.
+    """
+
+    def __init__(self, peer: str, as_: str) -> None:
+        self._peer, self._as = peer, as_
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         training: Any = trainer.strategy.training  # type: ignore[attr-defined]
         host, found = training.host, notes()
-        host.adopt("batch", STEP, *found["sent"])
+        host.adopt("batch", STEP, found[self._peer], found["private"])
         host.restore_groups("batch", STEP)
         host.restore("batch", STEP)
-        found["joined"] = repr(pl_module.look())
+        found[self._as] = repr(pl_module.look())
         pl_module.turn()
-        found["then"] = repr(pl_module.look())
+        found[f"{self._as}_then"] = repr(pl_module.look())
+        found[f"{self._as}_told"] = [*training.inexact.known]
         trainer.should_stop = True
 
 
@@ -1198,7 +1300,7 @@ def fit(module: Kind, callback: L.Callback) -> None:
         enable_checkpointing=False,
         callbacks=[callback],
     )
-    trainer.fit(module, DataLoader(TensorDataset(torch.ones(20, 2)), batch_size=2))
+    trainer.fit(module, module.loader_class(TensorDataset(torch.ones(20, 2)), batch_size=2))
 
 
 def main() -> None:
@@ -1208,8 +1310,11 @@ def main() -> None:
         L.seed_everything(1, verbose=False)
         fit(KINDS[name](), GoesBack())
         if name not in ALONE:
-            fit(KINDS[name](), Joins())
-        del notes()["sent"]
+            fit(KINDS[name](), Joins("sent", "joined"))
+            fit(KINDS[name](), Apart())
+            fit(KINDS[name](), Joins("of_peer", "apart"))
+        for each in ("sent", "private", "of_peer"):
+            notes().pop(each, None)
         print(json.dumps({"kind": name, **notes()}), flush=True)
     os._exit(0)
 

@@ -137,7 +137,7 @@ def test_logged_values_keep_every_bit() -> None:
     packed = packer.pack(logged(**values))
     assert packer.pack(logged(**values)) is packed
     replicated = {"logged": logged(loss=torch.tensor(7.0), theirs=1)}
-    put(replicated, Own().pack([], [], packed))
+    put(replicated, Own().pack([], [], [], packed))
     for back, own in zip(replicated["logged"], logged(**values), strict=True):
         assert list(back) == list(own)
         for name, value in own.items():
@@ -146,14 +146,14 @@ def test_logged_values_keep_every_bit() -> None:
                 assert (back[name].dtype, back[name].shape) == (value.dtype, value.shape)
                 assert back[name].view(-1).view(torch.uint8).tolist() == value.view(-1).view(torch.uint8).tolist()
     changed = packer.pack(logged(**{**values, "loss": torch.tensor(0.2)}))
-    put(replicated, Own().pack([], [], changed))
+    put(replicated, Own().pack([], [], [], changed))
     assert replicated["logged"][1]["loss"].item() == torch.tensor(0.2).item()
 
 
 def test_a_logged_value_that_is_not_plain_is_a_peers() -> None:
     packed = Logged().pack([{"a": Path(), "b": 1, "c": torch.zeros(1000), "d": 1j, "e": torch.empty(0, 2)}])
     replicated = {"logged": [{"a": "peer", "b": 2, "c": 3}]}
-    put(replicated, Own().pack([], [], packed))
+    put(replicated, Own().pack([], [], [], packed))
     assert replicated["logged"] == [{"a": "peer", "b": 1, "c": 3}]
 
 
@@ -167,7 +167,7 @@ def test_tensors_come_back_where_they_were(monkeypatch: pytest.MonkeyPatch) -> N
     counts.state = dict(values)
     states.take({counts.state_key: counts})
     replicated: dict[str, Any] = {"callbacks": {}, "logged": [{}, {}, {}]}
-    put(replicated, Own().pack([], states.packed, Logged().pack([values, {}, {}])))
+    put(replicated, Own().pack([], states.packed, [], Logged().pack([values, {}, {}])))
     for back in (replicated["callbacks"]["Counts"]["state"], replicated["logged"][0]):
         assert {name: value.device.type for name, value in back.items()} == {"away": "meta", "here": "cpu"}
     assert plain.unpack(plain.pack(values))["away"].device.type == "cpu"  # unless that is asked for
@@ -194,12 +194,12 @@ def test_a_tensor_of_a_device_is_not_looked_into(monkeypatch: pytest.MonkeyPatch
 def test_what_has_not_changed_is_not_joined_again() -> None:
     own, schedulers, logged = Own(), [b"a"], Logged()
     values = {"loss": torch.tensor(1.0)}
-    first = own.pack(list(schedulers), [("key", b"b")], logged.pack([values, {}, {}]))
-    assert own.pack(list(schedulers), [("key", b"b")], logged.pack([dict(values), {}, {}])) is first
+    first = own.pack(list(schedulers), [("key", b"b")], [], logged.pack([values, {}, {}]))
+    assert own.pack(list(schedulers), [("key", b"b")], [], logged.pack([dict(values), {}, {}])) is first
     values["loss"] = torch.tensor(2.0)
-    second = own.pack(list(schedulers), [("key", b"b")], logged.pack([values, {}, {}]))
-    third = own.pack(list(schedulers), [("key", b"c")], logged.pack([values, {}, {}]))
-    assert len({first, second, third, own.pack([], [], b"")}) == 4
+    second = own.pack(list(schedulers), [("key", b"b")], [], logged.pack([values, {}, {}]))
+    third = own.pack(list(schedulers), [("key", b"c")], [], logged.pack([values, {}, {}]))
+    assert len({first, second, third, own.pack([], [], [], b"")}) == 4
 
 
 def snapshot_of(score: float, states: CallbackStates, milestones: Any) -> Snapshot:
@@ -217,7 +217,7 @@ def snapshot_of(score: float, states: CallbackStates, milestones: Any) -> Snapsh
     }
     taken = Snapshot("batch", 1, replicated, b"random", [])
     packed = [kept.packed(place) for place in schedulers]
-    taken.own = Own().pack(packed, states.packed, Logged().pack(replicated["logged"]))
+    taken.own = Own().pack(packed, states.packed, [], Logged().pack(replicated["logged"]))
     return taken
 
 

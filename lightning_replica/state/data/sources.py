@@ -48,6 +48,7 @@ _LIMITS: Final = MIRRORED._replace(
 )
 # Of torch's samplers, what other code restores or what is a source itself. Code may change the rest: weights, indices.
 _OF_OTHERS: Final = frozenset(("data_source", "dataset", "sampler", "epoch"))
+_OF_LOADERS: Final = frozenset(vars(DataLoader([0]))) | {"_iterator"}
 _FUNCTIONS: Final = (FunctionType, *OF_CLASSES)
 _COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
 SENT_BYTES: Final = 2**18  # of all that a worker has changed; it goes with the batch, and into each snapshot
@@ -102,7 +103,7 @@ class Sources:
         self.changed_by_loading = dict(changed)
         self._found = found = list(objects)
         roots = [
-            Root(each, f"{type(each).__name__} of the loader", own=_OF_OTHERS if _is_known(each) else frozenset())
+            Root(each, f"{type(each).__name__} of the loader", own=_of_others(each))
             for each in found
             if _has_state(each)
         ]
@@ -386,8 +387,8 @@ def is_function(value: Any) -> bool:
 
 
 def sources_of(loader: Any) -> Iterator[Any]:
-    """Yield what a loader draws from in this process, and the loader itself if it is no DataLoader."""
-    ahead = [loader] if not isinstance(loader, DataLoader) else []
+    """Yield what a loader draws from in this process, and the loader itself if its class is the user's."""
+    ahead = [loader] if not isinstance(loader, DataLoader) or not _is_known(loader) else []
     ahead += [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     if isinstance(loader, DataLoader) and not loader.num_workers:  # else each worker has copies of its own
         ahead += [loader.dataset, *_datasets_in(loader.dataset), loader.collate_fn]
@@ -417,6 +418,13 @@ def _is_known(source: Any) -> bool:
     """Return whether the class of a source is torch's, Lightning's or this package's."""
     module = type(source).__module__
     return is_of_lightning(module) or module.partition(".")[0] in ("torch", "builtins", "lightning_replica")
+
+
+def _of_others(source: Any) -> frozenset[str]:
+    """Return the names of a source's attributes that other code restores, or that are sources themselves."""
+    if isinstance(source, DataLoader):
+        return _OF_LOADERS
+    return _OF_OTHERS if _is_known(source) else frozenset()
 
 
 def _has_state(source: Any) -> bool:

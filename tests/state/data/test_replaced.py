@@ -22,6 +22,7 @@ PLANS = {
     "stream workers": Plan("stream workers", accumulate=2, every=2),
     "two loaders": Plan("two loaders", every=4),
     "own order": Plan("own order", every=4),
+    "own loader": Plan("own loader", every=4),
     "near": Plan("near", every=4),
     "near workers": Plan("near workers", accumulate=2, every=2),
     "fresh": Plan("fresh", reload=1, every=4),
@@ -98,6 +99,11 @@ FAULTS = {
     "two loaders": (Fault("kill", 1, "batch_start", 4),),
     "own order": (
         Fault("kill", 1, "batch_start", 3),
+        Fault("kill", 1, "epoch_end", 6),
+        Fault("kill", 0, "before_commit", 9),
+    ),
+    "own loader": (
+        Fault("exception", 0, "batch_start", 3),
         Fault("kill", 1, "epoch_end", 6),
         Fault("kill", 0, "before_commit", 9),
     ),

@@ -79,6 +79,16 @@ class OwnOrder(Sampler[int]):
         return BATCH * BATCHES
 
 
+class OwnLoader(DataLoader[Tensor]):
+    """Draws other data each time it is iterated, by a counter of its own."""
+
+    epochs = 0
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        return (batch + self.epochs for batch in super().__iter__())
+
+
 def fresh() -> DataLoader[Tensor]:
     """Its data are drawn here and now."""
     data = torch.randn(samples(), INPUTS)
@@ -93,6 +103,7 @@ DATA: dict[str, Callable[[], Any]] = {
     "map": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True),
     "own order": lambda: DataLoader(Noisy(samples()), BATCH, sampler=OwnOrder()),
     "map in order": lambda: DataLoader(Noisy(samples()), BATCH),
+    "own loader": lambda: OwnLoader(Noisy(samples()), BATCH, shuffle=True),
     "map workers": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True, num_workers=2),
     "map persistent": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True, num_workers=2, persistent_workers=True),
     "stream": lambda: DataLoader(Stream(), BATCH),
