@@ -144,6 +144,14 @@ def broken_shards(case: Case, out: Path) -> None:
     fit("plain", ReplicaZeroStrategy(), case.devices, load=str(out / "shards"))
 
 
+def other_optimizers(case: Case, out: Path) -> None:
+    def on_train_batch_end(self: Any, *_: Any) -> None:
+        self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    job.Model.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign, assignment]
+    job.run(case, out)
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -166,6 +174,12 @@ def test_a_fit_refuses(target: Any, message: str, tmp_path: Path) -> None:
     tell = {line.split("]")[0] for line in outcome.logs.splitlines() if re.search(message, line)}
     assert len(tell) == 1, outcome.logs  # one rank says so, for all
     assert re.search(message, outcome.said[0])
+
+
+def test_other_optimizers_in_training_are_refused(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2, clip=None, accumulate=1), tmp_path, target=other_optimizers)
+    assert outcome.code == 1
+    assert "other optimizers in training: SGD, in place of TornAdamW. `replica_zero` shards" in outcome.logs
 
 
 def fit_again(case: Case, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import operator
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -112,9 +113,9 @@ class Training:
             guard=session.options.guard,
             recoverable=self.recoverable,
         )
+        self._optimizers = [user_optimizer(each) for each in optimizers]
         if trainer.is_global_zero and not session.is_replacement:
-            users = [user_optimizer(each) for each in optimizers]
-            for difference in differences_from_ddp(module, users, settings.partition):
+            for difference in differences_from_ddp(module, self._optimizers, settings.partition):
                 warn(difference)
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)
@@ -158,6 +159,7 @@ class Training:
         self._incidents.batch(first_of_window=not goes_on)
         if goes_on:
             return
+        self._check_optimizers()
         self._incidents.publish(self.state.step)
         finish(self.check)  # of the gather: what follows needs its result, and would wait for it without any check
         self.give_buffers()
@@ -177,6 +179,23 @@ class Training:
         if self._planned is not None and self._planned.is_due:
             self._session.mirrors.settle()
             self._planned.write()
+
+    def _check_optimizers(self) -> None:
+        """Raise an error if code has given the trainer other optimizers, which nothing has sharded.
+
+        Raises:
+            ConfigurationError: If it has.
+        """
+        now = [user_optimizer(each) for each in self._trainer.optimizers]
+        if not all(map(operator.is_, now, self._optimizers)) or len(now) != len(self._optimizers):
+            problem = (
+                f"Code has given the trainer other optimizers in training: {', '.join(map(_name_of, now)) or 'none'},"
+                f" in place of {', '.join(map(_name_of, self._optimizers))}. `replica_zero` shards those that"
+                " `configure_optimizers` returns. Change their param groups (`add_param_group`, `requires_grad`), or"
+                " begin another fit."
+            )
+            self._session.world.generations.give_up(problem)
+            raise ConfigurationError(problem)
 
     def give_buffers(self) -> None:
         """Give the first rank's buffers to all ranks if that is due, before a window or a validation. Collective.
@@ -501,3 +520,7 @@ class Training:
     def groups(self) -> Groups:
         """The process groups of this generation."""
         return self._session.world.groups
+
+
+def _name_of(value: object) -> str:
+    return type(value).__name__

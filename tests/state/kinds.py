@@ -131,7 +131,7 @@ class Codebook(Kind):
         self.codes = nn.ParameterList(nn.Parameter(torch.zeros(1), requires_grad=False) for _ in range(2))
 
     def change(self) -> None:
-        self.codes[0].data += 1  # type: ignore[operator]
+        self.codes[0].data += 1
 
     def look(self) -> Any:
         return [code.item() for code in self.codes]
@@ -188,11 +188,12 @@ class SchedulerConfig(Kind):
 
 class TrainerAttributes(Kind):
     def change(self) -> None:
-        self.trainer.log_every_n_steps += 1  # type: ignore[attr-defined]
-        self.trainer.fit_loop.epoch_loop.max_steps += 1
-        self.trainer.fit_loop.min_epochs = -self.changes
-        self.trainer.gradient_clip_algorithm = ("norm", "value")[self.changes % 2]  # type: ignore[attr-defined]
-        self.trainer.reload_dataloaders_every_n_epochs = self.changes  # type: ignore[attr-defined]
+        trainer: Any = self.trainer
+        trainer.log_every_n_steps += 1
+        trainer.fit_loop.epoch_loop.max_steps += 1
+        trainer.fit_loop.min_epochs = -self.changes
+        trainer.gradient_clip_algorithm = ("norm", "value")[self.changes % 2]
+        trainer.reload_dataloaders_every_n_epochs = self.changes
 
     def look(self) -> Any:
         trainer: Any = self.trainer
@@ -337,7 +338,8 @@ class LoaderWithAttributes(Kind):
     loader_class = _Levels
 
     def change(self) -> None:
-        self.trainer.train_dataloader.levels.append(self.changes)
+        loader: Any = self.trainer.train_dataloader
+        loader.levels.append(self.changes)
 
     def look(self) -> Any:
         loader: Any = self.trainer.train_dataloader

@@ -132,6 +132,20 @@ class AsksForClosure(torch.optim.SGD):
         return loss
 
 
+class Anneals(torch.optim.SGD):
+    """Does more in ``zero_grad``."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            group["lr"] *= 0.95
+
+
+@scenario
+def own_zero_grad() -> tuple[Net, dict[str, Any]]:
+    return Net(lambda p: Anneals(p, lr=0.05)), {}
+
+
 @scenario
 def momentum() -> tuple[Net, dict[str, Any]]:
     return Net(lambda p: AsksForClosure(p, lr=0.05, momentum=0.9, nesterov=True)), {}

@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core import plain
@@ -48,7 +48,7 @@ _LIMITS: Final = MIRRORED._replace(
 )
 # Of torch's samplers, what other code restores or what is a source itself. Code may change the rest: weights, indices.
 _OF_OTHERS: Final = frozenset(("data_source", "dataset", "sampler", "epoch"))
-_OF_LOADERS: Final = frozenset(vars(DataLoader([0]))) | {"_iterator"}
+_OF_LOADERS: Final = frozenset(vars(DataLoader[Any](TensorDataset(torch.zeros(1))))) | {"_iterator"}
 _FUNCTIONS: Final = (FunctionType, *OF_CLASSES)
 _COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
 SENT_BYTES: Final = 2**18  # of all that a worker has changed; it goes with the batch, and into each snapshot
