@@ -24,6 +24,7 @@ with private_names_of(chosen().distribution):
         from lightning.fabric import plugins as fabric_plugins
         from lightning.fabric import strategies as fabric_strategies
         from lightning.fabric.accelerators.registry import _AcceleratorRegistry
+        from lightning.fabric.loggers import Logger as FabricLogger
         from lightning.fabric.plugins.environments import LightningEnvironment
         from lightning.fabric.strategies import STRATEGY_REGISTRY
         from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -100,6 +101,7 @@ with private_names_of(chosen().distribution):
         from lightning_fabric import plugins as fabric_plugins
         from lightning_fabric import strategies as fabric_strategies
         from lightning_fabric.accelerators.registry import _AcceleratorRegistry
+        from lightning_fabric.loggers import Logger as FabricLogger
         from lightning_fabric.plugins.environments import LightningEnvironment
         from lightning_fabric.strategies import STRATEGY_REGISTRY
         from lightning_fabric.strategies.registry import _StrategyRegistry
@@ -220,6 +222,7 @@ __all__ = [
     "ExperimentWriter",
     "LearningRateMonitor",
     "LightningEnvironment",
+    "FabricLogger",
     "Logger",
     "MPSAccelerator",
     "MixedPrecision",

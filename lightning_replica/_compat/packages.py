@@ -94,6 +94,12 @@ def is_of_lightning(module: str) -> bool:
     return any(package.has(module) for package in PACKAGES)
 
 
+def within_lightning(module: str) -> str:
+    """Return the name of a module within ``pytorch`` or ``fabric`` of Lightning; empty for any other module."""
+    names = [name for package in PACKAGES for name in (package.pytorch, package.fabric)]
+    return next((module.removeprefix(f"{name}.") for name in names if module.startswith(f"{name}.")), "")
+
+
 def describe(item: object) -> str:
     """Return what is shown of an object of a class that belongs to the chosen package."""
     other = next((package for package in _imported() if package is not chosen()), None)

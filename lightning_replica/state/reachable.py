@@ -11,6 +11,8 @@ reported by name, and a replacement takes a peer's. What has not changed, the sc
 A tensor with a graph is restored without its graph. A graph that leads from one step into the next is not restored.
 """
 
+import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_replica._compat.lightning import OF_TRAINER, SETTINGS_OF_TRAINER
-from lightning_replica._compat.lightning_names import Accelerator, pl
+from lightning_replica._compat.lightning_names import Accelerator, LearningRateMonitor, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import is_wrapper
 from lightning_replica._compat.tree import Tree
@@ -66,6 +68,7 @@ _HOOKS: Final = "hooks of "
 SAVED_HOOKS: Final = "hooks"  # no root is called so
 _NO_STATE: Final = (Accelerator,)  # it stands for devices, which no rollback moves
 _FUNCTIONS_OF_TORCH: Final = ("lr_lambdas", "_scale_fn_custom", "_scale_fn_ref")  # attributes of schedulers
+_TABLES: Final = ("lrs", "last_momentum_values", "last_weight_decay_values")  # of a `LearningRateMonitor`
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 # Settings of metrics, which code may change; what they compute goes back by state/metrics.py.
 _FLAGS_OF_METRICS: Final = frozenset(
@@ -396,6 +399,10 @@ def _roots(trainer: pl.Trainer, tree: Tree, callbacks: Iterable[Any], all_tensor
     # Counted without those of this package and of Lightning, which a run that is compared with this one may not have.
     for place, callback in enumerate(each for each in callbacks if is_users(each)):
         yield Root(callback, f"callback {place} ({type(callback).__name__})", _LOGGING)
+    for place, callback in enumerate(each for each in callbacks if is_of_lightning(type(each).__module__)):
+        if not is_users(callback):
+            cls: Any = type(callback)
+            yield Root(callback, f"{cls.__name__} {place}", only=_settings_of(cls))
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and is_users(data):
         yield Root(data, "datamodule", _OF_DATA)
@@ -403,6 +410,16 @@ def _roots(trainer: pl.Trainer, tree: Tree, callbacks: Iterable[Any], all_tensor
         yield Root(optimizer, name, only=watch.of_rank())
     yield Root(trainer, "trainer", OF_TRAINER - SETTINGS_OF_TRAINER)
     yield from _schedulers(trainer)
+
+
+@functools.cache
+def _settings_of(cls: type[pl.Callback]) -> tuple[str, ...]:
+    """Return the names of attributes of Lightning's callbacks that are in no ``state_dict``, and that code may change.
+
+    Those that are called as parameters are settings.
+    """
+    settings = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+    return (*settings, *_TABLES) if issubclass(cls, LearningRateMonitor) else tuple(settings)
 
 
 def _watched(trainer: pl.Trainer) -> Iterator[tuple[str, Any, Watch]]:

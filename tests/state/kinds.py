@@ -24,9 +24,12 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LRScheduler
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,6 +45,7 @@ class Kind(L.LightningModule):
     """Trains a line; `change` is what each step does to the state."""
 
     loader_class: type[DataLoader[Any]] = DataLoader
+    logger_of_trainer: Any = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,6 +442,40 @@ class _Counting(L.Callback):
 
     def on_before_zero_grad(self, *_: Any) -> None:
         self.number += 100
+
+
+class SettingsOfCallbacks(Kind):
+    """Settings of Lightning's callbacks, and what one of them keeps."""
+
+    logger_of_trainer = DummyLogger()
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        self.stopping, self.monitor = EarlyStopping("loss", patience=1, strict=False), LearningRateMonitor()
+        return [self.stopping, self.monitor]
+
+    def change(self) -> None:
+        self.stopping.patience += 1
+        self.stopping.stopping_threshold = float(self.changes)
+        self.monitor.lrs.setdefault("extra", []).append(self.changes)
+
+    def look(self) -> Any:
+        return [self.stopping.patience, self.stopping.stopping_threshold, self.monitor.lrs]
+
+
+class OfLightning(Kind):
+    """Objects of classes of Lightning's and of torch.distributed's that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.throughput = Throughput(window_size=4)
+        self.averager = PeriodicModelAverager(2)
+
+    def change(self) -> None:
+        self.throughput.update(time=float(self.changes), batches=self.changes, samples=self.changes)
+        self.averager.step += 1
+
+    def look(self) -> Any:
+        return [[*self.throughput._samples], self.averager.step]
 
 
 class CallbacksCome(Kind):
@@ -1296,7 +1334,7 @@ def fit(module: Kind, callback: L.Callback) -> None:
         accelerator="cpu",
         devices=1,
         max_steps=STEP + 1,
-        logger=False,
+        logger=module.logger_of_trainer,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,

@@ -48,8 +48,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
-from lightning_replica._compat.lightning_names import Logger, Strategy, pl
-from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica._compat.lightning_names import FabricLogger, Strategy, pl
+from lightning_replica._compat.packages import within_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core.user_code import CACHE, module_of
 from lightning_replica.state.atoms import ATOMS
@@ -117,6 +117,12 @@ _IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.", "logging.")
 _LARGE_BYTES: Final = 2**24
 _LARGE_MEMORY: Final = 2**20  # bytes of ctypes, which are compared in every snapshot
 _CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.", "torch._ops.", "_multiprocessing.")
+_OPEN_MODULES: Final = ("torch.distributed.algorithms.", "torch.distributed.optim.")  # of those, what counts steps
+_CLOSED_OF_LIGHTNING: Final = (
+    *("accelerators.", "cli.", "connector.", "core.optimizer.", "fabric.", "loops.", "overrides.", "plugins."),
+    *("profilers.", "serve.", "strategies.", "trainer.", "tuner.", "utilities.combined_loader.", "utilities.data."),
+    "wrappers.",
+)
 # Part of something that runs: to put its attributes back would break it.
 LIVE: Final = (
     *(threading.Thread, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),
@@ -194,7 +200,9 @@ def kind_of_class(cls: type) -> Kind:
         return Kind.ATOM
     if _is_remote(cls):
         return Kind.OPAQUE
-    if is_of_lightning(module) or module.startswith(_CLOSED_MODULES):
+    if module.startswith(_CLOSED_MODULES) and not module.startswith(_OPEN_MODULES):
+        return Kind.CLOSED
+    if within_lightning(module).startswith(_CLOSED_OF_LIGHTNING):
         return Kind.CLOSED
     if derives_attributes(cls):
         return Kind.REBUILT
@@ -290,7 +298,7 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.OBJECT, (threading.local,)),  # what it holds for the thread that trains
     (Kind.OPAQUE, (decimal.Context,)),  # the one of a thread stays the same object
     (Kind.OBJECT, (logging.LoggerAdapter,)),
-    (Kind.OPAQUE, (Logger,)),  # those of the trainer are anchors
+    (Kind.OPAQUE, (FabricLogger,)),  # those of the trainer are anchors
     (Kind.OPAQUE, (torch.UntypedStorage, torch.TypedStorage)),  # not compared, as tensors are
     (Kind.OPAQUE, (*_COUNTED, *LIVE, *ITERTOOLS)),
     (Kind.OPAQUE, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
@@ -449,7 +457,7 @@ def _changes_in_memory(connection: Any) -> Any:
 
 def pickled_digest(value: Any) -> bytes | None:
     """Return a digest of what an opaque value is pickled as; None if it is large, or cannot be pickled."""
-    if _is_remote(type(value)) or issubclass(type(value), (*_CTYPES, ctypes._Pointer, Logger)):
+    if _is_remote(type(value)) or issubclass(type(value), (*_CTYPES, ctypes._Pointer, FabricLogger)):
         return None  # a logger of Weights & Biases would begin a run
     try:
         if getattr(value, "nbytes", 0) > _LARGE_BYTES:
