@@ -71,15 +71,12 @@ class FrozenCopies:
         written = {name.removeprefix("module."): copy for name, copy in copies.items() if copy is not None}
         if not written:
             return plain.Pieces()
-        are_sent = sum(copy.nbytes for copy in written.values()) <= _SENT_BYTES
-        self._packed = {name: self._pack(name, copy, are_sent) for name, copy in written.items()}
+        room, packed = _SENT_BYTES, self._packed
+        self._packed = {}
+        for name, copy in sorted(written.items(), key=lambda each: each[1].nbytes):
+            room -= copy.nbytes
+            self._packed[name] = _packed(copy, room >= 0, packed.get(name))
         return plain.pack_lists_in_pieces({name: packed for name, (_, _, packed) in self._packed.items()})
-
-    def _pack(self, name: str, copy: Copy, is_sent: bool) -> tuple[Copy, bool, bytes]:
-        known = self._packed.get(name)
-        if known is not None and known[0] is copy and known[1] == is_sent:
-            return known
-        return copy, is_sent, plain.pack(copy if is_sent else digest_of(copy))
 
     def export(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """Return what a replacement needs of a peer: all values, by name, and the names of those that it has written.
@@ -130,6 +127,13 @@ class FrozenCopies:
         for held, copy in values:
             if copy is not None:
                 held.put_back(copy)
+
+
+def _packed(copy: Copy, is_sent: bool, known: tuple[Copy, bool, bytes] | None) -> tuple[Copy, bool, bytes]:
+    """Return a copy, whether its content is sent or a digest of it, and what is sent; ``known`` if it is the same."""
+    if known is not None and known[0] is copy and known[1] == is_sent:
+        return known
+    return copy, is_sent, plain.pack(copy if is_sent else digest_of(copy))
 
 
 def digest_of(value: Tensor) -> str:
