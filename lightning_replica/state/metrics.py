@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
+from lightning_replica._compat.groups import registered_groups
 from lightning_replica._compat.lightning_names import _Metadata, _ResultCollection, _ResultMetric, _Sync, pl
 from lightning_replica._compat.torch import data_version
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report, warn
+from lightning_replica.groups.handles import Handle
 from lightning_replica.state.objects.contents import fill, late, plain_of, same_content, with_class_of
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
@@ -233,6 +235,7 @@ def _export(key: str, metric: _ResultMetric) -> dict[str, Any]:
         "meta": {name: getattr(meta, name) for name in (*_META, *_META_OPTIONAL)},
         "reduction": next((name for name, fn in _REDUCTIONS.items() if meta.reduce_fx in (fn, name)), "mean"),
         "sync": meta.sync.should,
+        "group": meta.sync.group.key if isinstance(meta.sync.group, Handle) else None,
         "rank_zero_only": meta.sync.rank_zero_only,
     }
 
@@ -247,7 +250,10 @@ def _import(metric: _ResultMetric, entry: dict[str, Any], device: torch.device) 
 
 def _new(entry: dict[str, Any], sync: Callable[..., Any], module: torch.nn.Module) -> _ResultMetric:
     meta = _Metadata(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduction"]])
-    meta.sync = _Sync(_should=entry["sync"], fn=sync, rank_zero_only=entry["rank_zero_only"])
+    key = entry.get("group")  # a checkpoint of an earlier version has none
+    handles = (each for each in registered_groups() if isinstance(each, Handle)) if key is not None else ()
+    group = next((each for each in handles if each.key == key), None)
+    meta.sync = _Sync(_should=entry["sync"], fn=sync, rank_zero_only=entry["rank_zero_only"], _group=group)
     metric = _ResultMetric(meta, is_tensor="value" in entry["tensors"])
     if not metric.is_tensor:
         metric.value = module.get_submodule(str(meta.metric_attribute))

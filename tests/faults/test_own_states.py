@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,8 +25,15 @@ FOREVER = 100  # in epochs: ranks see different numbers, but come to the same de
 class Model(job.Model):
     """Logs for every rank by itself; rank 1's validations get worse, rank 0's better."""
 
+    def on_fit_start(self) -> None:
+        alone = [dist.new_group([rank]) for rank in range(self.trainer.world_size)]
+        self.pair, self.alone = dist.new_group([0, 1]), alone[self.global_rank]
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
+        loss = output["loss"] * (1 + self.global_rank)
+        for name, group in (("loss_of_pair", self.pair), ("loss_alone", self.alone)):
+            self.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, sync_dist_group=group)
         self.log("loss_of_rank", output["loss"] + self.global_rank, prog_bar=True)
         return output
 
