@@ -96,8 +96,10 @@ class UserCode:
         of_objects = dict.fromkeys(map(type, objects))
         self._followed = {module_of(cls): not is_of_framework(module_of(cls)) for cls in of_objects}
         self._classes: dict[type, None] = {}
-        self._functions: dict[types.CodeType, frozenset[str]] = {}
+        # Code of two modules may be equal, so the `id` of their variables is a part of the key.
+        self._functions: dict[tuple[types.CodeType, int], frozenset[str]] = {}
         self._names: dict[str, set[str]] = {}
+        self._modules: dict[str, Any] = {}
         self._written = set[str]()
         self.appending = list[str]()
         self._ahead: list[Callable[[], None]] = []
@@ -124,6 +126,11 @@ class UserCode:
         return self._names
 
     @property
+    def modules(self) -> Mapping[str, Any]:
+        """The modules of Python that `names` has, by the same names; for one that is not imported, a stand-in."""
+        return self._modules
+
+    @property
     def written(self) -> Set[str]:
         """The names of variables of modules that code writes to, of whichever module."""
         return self._written
@@ -135,7 +142,7 @@ class UserCode:
             attribute: The name of the attribute.
             not_of: Names of owners of which it does not count.
         """
-        using = (code for code, names in self._functions.items() if names & {attribute, "getattr"})
+        using = (code for (code, _), names in self._functions.items() if names & {attribute, "getattr"})
         return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
 
     def caller_of(self, functions: Collection[str]) -> str | None:
@@ -143,12 +150,12 @@ class UserCode:
 
         An attribute of that name which is only read, as ``strategy.grad_norm``, is a value and no function.
         """
-        using = (code for code, names in self._functions.items() if names.intersection(functions))
+        using = (code for (code, _), names in self._functions.items() if names.intersection(functions))
         return next((code.co_name for code in using if _names_function(code, functions)), None)
 
     def _add_class(self, cls: type) -> None:
         for base in cls.__mro__:
-            if base in self._classes or issubclass(base, self._without) or not self._follows(module_of(base)):
+            if base in self._classes or issubclass(base, self._without) or not self._follows_class(base):
                 continue
             self._classes[base] = None
             for name, value in vars(base).items():
@@ -165,6 +172,10 @@ class UserCode:
     def _add_functions_of(self, value: Any) -> None:
         self._ahead += [partial(self._add_function, function) for function in _functions_in(value)]
 
+    def _follows_class(self, cls: type) -> bool:
+        name = module_of(cls)
+        return self._follows(name) if name in self._followed or name in sys.modules else is_users_class(cls)
+
     def _follows(self, module: Any) -> bool:
         if not isinstance(module, str):  # of a class that was made by hand
             return False
@@ -173,27 +184,45 @@ class UserCode:
         return self._followed[module]
 
     def _add_function(self, function: types.FunctionType) -> None:
-        if function.__code__ in self._functions:
+        key = function.__code__, id(function.__globals__)
+        if key in self._functions:
             return
-        names = self._functions[function.__code__] = frozenset()
+        names = self._functions[key] = frozenset()
         for content in _enclosed_in(function):
             self._add_held(content)
         name = function.__globals__.get("__name__", "")
-        module = sys.modules.get(name)
-        if module is not None and getattr(module, "__dict__", None) is function.__globals__ and self._follows(name):
-            names = self._functions[function.__code__] = frozenset(_names_in(function.__code__))
-            self._written.update(_written_in(function.__code__))
-            self.appending += _appending_in(function.__code__)
-            self._add_names(module, names)
+        module: Any = sys.modules.get(name)
+        if getattr(module, "__dict__", None) is not function.__globals__:
+            if not is_users(function.__code__.co_filename):
+                return
+            module = _unimported.setdefault(id(function.__globals__), _Unimported(function.__globals__))
+        elif not self._follows(name):
+            return
+        names = self._functions[key] = frozenset(_names_in(function.__code__))
+        self._written.update(_written_in(function.__code__))
+        self.appending += _appending_in(function.__code__)
+        self._add_names(module, names)
 
-    def _add_names(self, module: types.ModuleType, names: Collection[str]) -> None:
-        known = self._names.setdefault(module.__name__, set())
+    def _add_names(self, module: Any, names: Collection[str]) -> None:
+        title = self._title_of(module)
+        known = self._names.setdefault(title, set())
         new = sorted(set(names) - known)  # in the same order in every process
         known.update(new)
         for name in new:
             now = vars(module)
             value = now[name] if name in now else _imported_as(name, module)
             self._ahead.append(partial(self._add_value, value, names))
+
+    def _title_of(self, module: Any) -> str:
+        """Return the name by which a module of Python is known; there may be several of one name."""
+        name = str(vars(module).get("__name__", ""))
+        if isinstance(module, _Unimported):
+            name = f"{name} ({os.path.basename(str(vars(module).get('__file__', 'no file')))})"
+        title, number = name, 1
+        while vars(self._modules.setdefault(title, module)) is not vars(module):
+            number += 1
+            title = f"{name} ({number})"
+        return title
 
     def _add_value(self, value: Any, names: Collection[str]) -> None:
         cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
@@ -222,6 +251,20 @@ class UserCode:
                     self._add_item(item)
 
 
+class _Unimported:
+    """Stands for a module of Python that `sys.modules` does not have, as one that code has loaded from a path.
+
+    Args:
+        variables: Its variables.
+    """
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self.__dict__ = variables
+
+
+_unimported: Final[dict[int, _Unimported]] = {}  # by the ``id`` of the variables: one object each, as modules are
+
+
 def _imported_as(name: str, module: types.ModuleType) -> Any:
     """Return the module that code of ``module`` imports by a name where it uses it, also a relative one; or None."""
     if name in sys.modules:
@@ -233,7 +276,16 @@ def _imported_as(name: str, module: types.ModuleType) -> Any:
 
 def is_users_class(cls: type) -> bool:
     """Return whether the user's code defines a class."""
-    return is_users_file(getattr(sys.modules.get(module_of(cls)), "__file__", None))
+    return is_users_file(_file_of(cls))
+
+
+def _file_of(cls: type) -> Any:
+    """Return the file of the module that defines a class, also if that is not imported; None if nothing shows it."""
+    module = sys.modules.get(module_of(cls))
+    if module is not None:
+        return getattr(module, "__file__", None)
+    functions = (each for value in vars(cls).values() for each in _functions_in(value))
+    return next((each.__code__.co_filename for each in functions), None)
 
 
 def module_of(cls: type) -> str:

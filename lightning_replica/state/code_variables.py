@@ -10,7 +10,6 @@ the process has variables that code sets.
 import enum
 import functools
 import os
-import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,7 +35,7 @@ _OF_RANKS_WHOLE: Final = frozenset(("RANK", "WORLD_SIZE", "NODE_RANK"))
 def variables_of(code: UserCode) -> Iterator[Root]:
     """Yield where the walk over variables begins: modules of Python, and classes."""
     for name, names in sorted(code.names.items()):
-        module = sys.modules[name]
+        module = code.modules[name]
         now = vars(module)
         only = tuple(each for each in sorted(names) if each in code.written or (each in now and _is_state(now[each])))
         yield Root(module, GLOBALS + name, only=only, most=MOST)

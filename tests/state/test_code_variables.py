@@ -3,6 +3,7 @@
 import ctypes
 import enum
 import functools
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -553,3 +554,49 @@ def test_the_environment_in_a_batch_that_is_done_again_and_again() -> None:
         assert os.environ["TURN"] == "1"
         copies.put(taken)
         assert "TURN" not in os.environ
+
+
+UNIMPORTED = """
+STEPS = 0
+
+class Counts:
+    seen = 0
+
+    def count(self):
+        global STEPS
+        STEPS += 1
+        Counts.seen += 1
+"""
+
+
+def test_a_module_that_is_loaded_from_a_path(tmp_path: Path) -> None:
+    """Nothing in `sys.modules` leads to it; two of them have the same name."""
+    items = list[Any]()
+    for number in range(2):
+        path = tmp_path / f"{number}" / "extension.py"
+        path.parent.mkdir()
+        path.write_text(UNIMPORTED)
+        spec = importlib.util.spec_from_file_location("extension", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        items.append(module.Counts())
+
+    class Holds(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = items
+
+    model = Holds()
+    copies = Copies(model)
+    taken = copies.take()
+    for item, times in zip(items, (1, 2), strict=True):
+        for _ in range(times):
+            item.count()
+    assert [(type(item).seen, item.count.__func__.__globals__["STEPS"]) for item in items] == [(1, 1), (2, 2)]
+    later = copies.private()
+    copies.put(taken)
+    assert [(type(item).seen, item.count.__func__.__globals__["STEPS"]) for item in items] == [(0, 0), (0, 0)]
+    put_sent(model, later)
+    assert [(type(item).seen, item.count.__func__.__globals__["STEPS"]) for item in items] == [(1, 1), (2, 2)]
