@@ -12,7 +12,6 @@ keep small values that a rank has written, and of large ones the digest, which s
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
@@ -103,8 +102,8 @@ class FrozenCopies:
                 self._report(f"module.{name}", "ranks hold different values, and this large one was lost", "once")
             elif value is None and name in of_peer["written"]:
                 self._report(f"module.{name}", "only other ranks have written to it: this one has theirs now", "once")
-            with torch.no_grad():
-                local_of(parameters[name]).copy_(value if isinstance(value, Tensor) else theirs)
+            now = value if isinstance(value, Tensor) else theirs
+            Held(parameters[name], f"module.{name}").put_back(now.to(parameters[name].device))
         self._written = {*kept, *of_peer["written"]}
 
     def renew(self) -> None:

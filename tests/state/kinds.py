@@ -127,6 +127,23 @@ class FrozenReplaced(Kind):
         return self.prototypes.item()
 
 
+class HalfTeacher(Kind):
+    """A frozen parameter that gets another dtype, and one that gets another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.bank = nn.Linear(2, 1).requires_grad_(False), nn.Parameter(torch.zeros(1), False)
+
+    def change(self) -> None:
+        if self.changes == 2:
+            self.teacher.bfloat16()
+        self.teacher.weight.data += 1
+        self.bank.data = torch.full((self.changes,), float(self.changes))
+
+    def look(self) -> Any:
+        return [str(self.teacher.weight.dtype), self.teacher.weight.tolist(), self.bank.tolist()]
+
+
 class Codebook(Kind):
     """A rank writes to one of two codes."""
 
