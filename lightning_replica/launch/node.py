@@ -201,6 +201,13 @@ class Node:
         """Whether a rank was killed because it hung, and its end has not been handled yet."""
         return bool(self._hung)
 
+    def killed(self) -> list[Child]:
+        """Return, once they have ended, the processes that `hanging` is about."""
+        children = [self._children[rank] for rank in self._hung]
+        for child in children:
+            child.process.wait()
+        return children
+
     def start(self, rank: int, generation: int) -> str:
         """Start a new process for a rank, or use a standby; return which of the two, in words."""
         place = self._place

@@ -221,7 +221,11 @@ class Supervisor:
         elif isinstance(event, Child):
             if not self._node.has(event):
                 return
-            self._on_end(self._node.bury(event))
+            ended = self._node.bury(event)
+            if not ended.hung and not self._facts().in_fit:  # it may have ended because those are gone
+                for child in self._node.killed():
+                    self._on_end(self._node.bury(child))
+            self._on_end(ended)
         else:
             event()
 

@@ -50,6 +50,26 @@ def test_a_rank_that_does_not_come_to_its_first_batch(kind: str, point: str, tmp
     assert sorted(path.name for path in directory.iterdir()) == ["rank0.txt", "rank1.txt"]
 
 
+class EndsLate(ForkedProcess):
+    """The end of rank 1 is seen after those of ranks that have ended because of it, as on a machine that is busy."""
+
+    def __init__(self, environment: dict[str, str], *arguments: Any) -> None:
+        self._is_late = environment["LOCAL_RANK"] == "1"
+        super().__init__(environment, *arguments)
+
+    def wait(self) -> int:
+        code = super().wait()
+        if self._is_late:
+            time.sleep(2.0)
+        return code
+
+
+def test_who_ends_because_of_a_rank_that_hung_is_not_the_cause(tmp_path: Path) -> None:
+    outcome = world.run(replace(WATCHED, faults=(Fault("hang", 1, "setup", -1),)), tmp_path, process=EndsLate)
+    assert outcome.code == GAVE_UP, outcome.logs
+    assert [line for line in outcome.said if "Rank 0" in line and "is at work" not in line] == []
+
+
 def absent(case: Case, out: Path) -> None:
     """Rank 1 does not train."""
     if os.environ["LOCAL_RANK"] != "1":
