@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_replica.core.digests import words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 
-_WORD = 8
 _PLAIN = (Tensor, nn.Parameter)  # it is not known what subclasses of tensors hold
 
 
@@ -26,11 +26,6 @@ def shard_tensors(optimizers: Iterable[ShardedOptimizer[Any]]) -> Iterator[tuple
                 tensor = state[key]
                 if type(tensor) in _PLAIN and tensor.layout is torch.strided:
                     yield key, tensor
-
-
-def words_of(tensor: Tensor) -> int:
-    """Return the number of 64-bit words that a tensor fills; the last one may be filled in part only."""
-    return -(-tensor.nbytes // _WORD)
 
 
 class Listing:

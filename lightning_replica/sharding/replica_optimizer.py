@@ -14,16 +14,16 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from lightning_replica.core import checks
+from lightning_replica.core.digests import digest, words_of
 from lightning_replica.core.grid import Grid
 from lightning_replica.devices.host import on_host
 from lightning_replica.errors import ConfigurationError, CorruptedShardError, UncollectedStateError
 from lightning_replica.groups.membership import groups_within
 from lightning_replica.sharding import moving, shared
 from lightning_replica.sharding.arguments import check_dense, check_optimizer_class, group_of
-from lightning_replica.sharding.guard import digest
 from lightning_replica.sharding.in_place import InPlace, gather_in_place
 from lightning_replica.sharding.layout import Partition
-from lightning_replica.sharding.listing import shard_tensors, words_of
+from lightning_replica.sharding.listing import shard_tensors
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.whole import gather_optimizer, load_optimizer

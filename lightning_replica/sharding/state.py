@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_replica.core.digests import Digest
+from lightning_replica.core.digests import Digest, digest, words_of
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.pending_work import Check, finish
@@ -28,8 +28,8 @@ from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Commit, Flags, Request, StepPhase, clip_coefficient
 from lightning_replica.sharding.gathering import gather_parameters
 from lightning_replica.sharding.gradients import Gradients
-from lightning_replica.sharding.guard import Guard, digest
-from lightning_replica.sharding.listing import shard_tensors, words_of
+from lightning_replica.sharding.guard import Guard
+from lightning_replica.sharding.listing import shard_tensors
 from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of, scale_gradients, shard_optimizers
 from lightning_replica.sharding.own_attributes import attributes_of, set_attributes
 from lightning_replica.sharding.settings import EngineSettings

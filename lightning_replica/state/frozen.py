@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica.core import plain
+from lightning_replica.core.digests import digest, words_of
 from lightning_replica.core.inexact import Report
 from lightning_replica.errors import RecoveryError
-from lightning_replica.sharding.guard import digest
-from lightning_replica.sharding.listing import words_of
 from lightning_replica.state.objects.contents import Contents, Copy, Held, is_content, plain_of
 
 FrozenValues: TypeAlias = list[tuple[Held, Copy]]

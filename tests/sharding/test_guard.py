@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_replica.chaos import flip
-from lightning_replica.core.digests import Digest
+from lightning_replica.core.digests import Digest, digest, words_of
 from lightning_replica.core.grid import Grid
 from lightning_replica.errors import CorruptedShardError
-from lightning_replica.sharding.guard import PARTS, Guard, digest, regions
-from lightning_replica.sharding.listing import Listing, Listings, shard_tensors, words_of
+from lightning_replica.sharding.guard import PARTS, Guard, regions
+from lightning_replica.sharding.listing import Listing, Listings, shard_tensors
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.settings import EngineSettings
 
