@@ -12,6 +12,7 @@ keep small values that a rank has written, and of large ones the digest, which s
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
@@ -101,9 +102,15 @@ class FrozenCopies:
                 self._report(f"module.{name}", "ranks hold different values, and this large one was lost", "once")
             elif value is None and name in of_peer["written"]:
                 self._report(f"module.{name}", "only other ranks have written to it: this one has theirs now", "once")
-            now = value if isinstance(value, Tensor) else theirs
-            Held(parameters[name], f"module.{name}").put_back(now.to(parameters[name].device))
+            self._put(parameters[name], name, value if isinstance(value, Tensor) else theirs)
         self._written = {*kept, *of_peer["written"]}
+
+    def _put(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        if is_content(parameter):
+            Held(parameter, f"module.{name}").put_back(value.to(parameter.device))
+        else:  # its class knows what it holds
+            with torch.no_grad():
+                local_of(parameter).copy_(value)
 
     def renew(self) -> None:
         """Copy all values again the next time."""

@@ -1,7 +1,7 @@
 """Settings of torch and NumPy for the whole process, which user code may change in training, as TF32 from some step on.
 
-What is computed depends on them. A rank that goes back sets them back; a replacement gets them from a peer. The number
-of threads may differ from rank to rank; `trainer.session` sees to it.
+What is computed depends on them. A rank that goes back sets them back; a replacement has those of its predecessor.
+The number of threads may differ from rank to rank; `trainer.session` sees to it.
 """
 
 import sys

@@ -243,7 +243,24 @@ class Reachable:
         """Return what belongs in a checkpoint, as plain data."""
         hooks = names_of(self._trainer.lightning_module)
         named = [[SAVED_HOOKS, [list(each) for each in hooks.items()]]] if hooks else []
-        return [*self._tracked.saved(taken), *named]
+        return [*self._without_settings(self._tracked.saved(taken)), *named]
+
+    def _without_settings(self, sent: Iterable[Any]) -> Iterator[list[Any]]:
+        """Leave out what the script of a run that resumes decides: settings of the trainer, and of its callbacks."""
+        settings = {root.name: root.only or () for root in self._roots if isinstance(root.value, pl.Callback)}
+        settings["trainer"] = tuple(SETTINGS_OF_TRAINER)
+        for root, pairs in sent:
+            left = settings.get(root, ())
+            if not left:
+                yield [root, pairs]
+                continue
+            for name, _ in pairs:
+                if name in left and name not in _TABLES:
+                    why = "code has changed it in training, and a run that resumes has what its script gives it"
+                    self._report(f"{root}.{name}", why, "resume")
+            kept = [pair for pair in pairs if pair[0] not in left]
+            if kept:
+                yield [root, kept]
 
     def private(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began and is mirrored, as plain data."""

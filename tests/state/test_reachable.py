@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from torch import nn
 from torch.nn.utils import prune
 from torchmetrics import MeanMetric, MinMaxMetric
@@ -1129,3 +1129,20 @@ def test_a_partial_is_looked_at_without_a_trace() -> None:
     module.inner.note = 2
     copies.put(taken)
     assert module.inner.note == 1
+
+
+def test_a_run_that_resumes_has_the_settings_of_its_script() -> None:
+    stopping = EarlyStopping("loss", patience=1)
+    copies = Copies(LightningModule(), stopping)
+    trainer: Any = copies.reachable._trainer
+    trainer.limit_val_batches = 1.0
+    copies.reachable.begin_to_save(copies.take())
+    trainer.limit_val_batches, trainer.own, stopping.patience = 3, 7, 9
+    trainer.callbacks.append(stopping)
+    saved = copies.reachable.saved(copies.take())
+    assert [(root, [name for name, _ in pairs]) for root, pairs in saved] == [("trainer", ["own"])]
+    assert sorted(copies.inexact.known) == [
+        "EarlyStopping 0.patience",
+        "trainer.callbacks",
+        "trainer.limit_val_batches",
+    ]
