@@ -38,6 +38,7 @@ with private_names_of("torch"):
     from torch import _weights_only_unpickler
     from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
     from torch.utils import _pytree
+    from torch.utils.data.dataloader import _BaseDataLoaderIter as _BaseDataLoaderIter
     from torch.utils.hooks import RemovableHandle
 
     need(torch.Tensor, "_version", "is_inference")

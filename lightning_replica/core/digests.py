@@ -22,6 +22,8 @@ GuardMode: TypeAlias = Literal["sampled", "full", "off"]
 _WORD: Final = 8
 _CHUNK_WORDS: Final = 2**17  # read at a time from a tensor that must be copied to be read in logical order
 _MASK: Final = 2**64 - 1
+_COLUMNS: Final = 1024
+_FACTOR: Final = 0x9E3779B97F4A7C1  # any odd number of 64 bits with a sign
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,40 @@ def digest(tensor: Tensor, start: int, stop: int) -> int:
         if low < high:
             total += _sum(chunk.contiguous().view(-1), low, high)
     return total & _MASK
+
+
+@torch.no_grad()
+def ordered_digests(tensors: Sequence[Tensor]) -> list[str]:
+    """Return a digest of each tensor that also shows in which order its words are. It waits once for each device.
+
+    The words of a tensor stand in a table. Each sum of a row, and each sum of a column, has a factor of its own.
+    """
+    sums = [_ordered_sum(tensor) for tensor in tensors]
+    found = dict[int, int]()
+    for device in dict.fromkeys(each.device for each in sums):
+        places = [place for place, each in enumerate(sums) if each.device == device]
+        found |= zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True)
+    return [f"{tuple(tensor.shape)} {found[place] & _MASK:016x}" for place, tensor in enumerate(tensors)]
+
+
+def _ordered_sum(tensor: Tensor) -> Tensor:
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride() != (1,):  # also where there is but one element, or none
+        flat = flat.new_empty(len(flat)).copy_(flat)
+    data = flat.view(torch.uint8)
+    if data.storage_offset() % _WORD:
+        data = data.clone()
+    whole = len(data) // (_WORD * _COLUMNS) * _WORD * _COLUMNS
+    rest = torch.nn.functional.pad(data[whole:], (0, -(len(data) - whole) % _WORD)).view(torch.int64)
+    table = data[:whole].view(torch.int64).view(-1, _COLUMNS)
+    parts = (table.sum(0), table.sum(1), rest)
+    return torch.stack([_weighted(part) * (2 * place + 1) for place, part in enumerate(parts)]).sum()
+
+
+def _weighted(words: Tensor) -> Tensor:
+    """Return the sum of words, each with another odd factor, modulo 2^64."""
+    factors = torch.arange(1, 2 * len(words) + 1, 2, device=words.device)
+    return (words * factors * _FACTOR).sum()
 
 
 def _sum(flat: Tensor, start: int, stop: int) -> int:

@@ -135,14 +135,19 @@ class UserCode:
         """The names of variables of modules that code writes to, of whichever module."""
         return self._written
 
-    def reader_of(self, attribute: str, not_of: Collection[str] = ()) -> str | None:
+    def reader_of(
+        self, attribute: str, not_of: Collection[str] = (), beside: Collection[str] | None = None
+    ) -> str | None:
         """Return the name of a function that reads an attribute; None if none does.
 
         Args:
             attribute: The name of the attribute.
             not_of: Names of owners of which it does not count.
+            beside: Names of which the function has to use one, too; None if it need not.
         """
         using = (code for (code, _), names in self._functions.items() if names & {attribute, "getattr"})
+        if beside is not None:
+            using = (code for code in using if not {*_names_in(code), *code.co_varnames}.isdisjoint(beside))
         return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
 
     def caller_of(self, functions: Collection[str]) -> str | None:

@@ -85,7 +85,7 @@ def _present(optimizers: Iterable[ShardedOptimizer[Any]]) -> list[Tensor]:
     found: list[Tensor] = []
     for optimizer in optimizers:
         found += [buffers.main for buffers in optimizer.buffers]
-        for state in dict.values(optimizer.optimizer.state):
+        for state in optimizer.optimizer.state.values():
             if isinstance(state, dict):
                 found += [value for value in state.values() if type(value) in _PLAIN]
     return found

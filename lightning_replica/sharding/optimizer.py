@@ -1,7 +1,6 @@
 """The user's own optimizer, applied to the pieces of a shard."""
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -15,13 +14,11 @@ from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
 from lightning_replica.core.grid import Grid
-from lightning_replica.core.inexact import Scope
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.own_attributes import Watch
 from lightning_replica.sharding.piece import Piece
-from lightning_replica.sharding.piece_states import PieceStates, note_accesses
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.values import Values
 
@@ -232,7 +229,6 @@ class ShardedOptimizer(Generic[Store]):
         for parameter in (p for buffers in new for p in buffers.parameters):
             if parameter in self.optimizer.state:  # some optimizers make their state at construction (Adagrad)
                 self.put_state(parameter, self.optimizer.state.pop(parameter))
-        self._states().noted()  # not those of this method
         return new
 
     def _lay_out(self, parameters: Sequence[nn.Parameter]) -> list[Store]:
@@ -312,17 +308,10 @@ class ShardedOptimizer(Generic[Store]):
         for piece in self.pieces:
             piece.parameter.grad = piece.buffers.gradient_of(piece.where) if piece.used else None
         prepare([piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None])
-        with self.swapped(), self._watch.update(), self._states().in_update():
+        with self.swapped(), self._watch.update():
             self.optimizer.step(*self._step_takes, **kwargs)  # schedulers have wrapped this method since
         for piece in self.pieces:
             piece.parameter.grad = None
-
-    def _states(self) -> PieceStates:
-        return note_accesses(self.optimizer, {id(p) for buffers in self.buffers for p in buffers.parameters})
-
-    def unexpected_of_state(self) -> list[tuple[str, Scope]]:
-        """Return what code of the user's expects of the state that it is not; see `PieceStates.noted`."""
-        return self._states().noted()
 
     def unseen_attributes(self) -> list[str]:
         """Return the names of attributes of which not all is looked at for changes; each once."""
@@ -387,16 +376,16 @@ class ShardedOptimizer(Generic[Store]):
     def close(self) -> None:
         """Restore the optimizer's own ``zero_grad``, and leave the shard for a fit with the same optimizer."""
         self.optimizer.zero_grad = self._user_zero_grad  # type: ignore[method-assign]
-        self.optimizer.state = defaultdict(dict, dict(self.optimizer.state))
         _left[self.optimizer] = _Left(self._cut(), [piece.parameter for piece in self.pieces])
 
     def _owner(self, name: str) -> tuple[nn.Parameter, str]:
         number, key = name.split("/", 1)
         return self.pieces[int(number)].parameter, key
 
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:  # it may do more
-            self._user_zero_grad(set_to_none)
+    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:  # it may do more, and take less
+            self._user_zero_grad(*args, **kwargs)
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if set_to_none:

@@ -242,15 +242,8 @@ class ShardedState:
         self._backup = self._before_window = self._before_hooks = self._gradients_before = None
         self._idle()
 
-    def _report_accesses(self) -> None:
-        """Report what code expects of optimizers' states that they are not."""
-        for number, optimizer in enumerate(self.optimizers):
-            for why, scope in optimizer.unexpected_of_state():
-                self._report(f"optimizer {number}.state", why, scope)
-
     def _report_updates(self) -> None:
         """Report what updates have written to optimizers and what can be neither sent nor saved."""
-        self._report_accesses()
         for number, optimizer in enumerate(self.optimizers):
             for name in optimizer.lost_attributes():
                 why = "updates change it, and it is no plain data: neither a replacement nor a checkpoint has it"
@@ -407,7 +400,6 @@ class ShardedState:
         Args:
             kind: "tail" if hooks of the step before are called again. What they did to weights is then undone.
         """
-        self._report_accesses()
         if self.phase is StepPhase.ENTERED and not self.settings.manual and not self.results_lost:
             self._attempt = self.step, self._gradient_digests()
         self.gradients.reset()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica.core import plain
-from lightning_replica.core.digests import digest, words_of
+from lightning_replica.core.digests import ordered_digests
 from lightning_replica.core.inexact import Report
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state.objects.contents import Contents, Copy, Held, is_content, plain_of
@@ -40,9 +40,11 @@ class FrozenCopies:
         self._trained = trained
         self._report = report
         self._contents = Contents(report)
+        self._names: list[str] = []  # of the parameters that were taken last
         self._first: dict[str, Any] = {}  # a parameter that stands where another one stood counts as written
         self._written = set[str]()
-        self._packed: dict[str, tuple[Copy, bool, bytes]] = {}
+        # By name: the `id` of the copy, whether its content is sent or a digest, what is sent, the copy.
+        self._packed: dict[str, tuple[int, bool, bytes, Copy]] = {}
 
     def take(self, parameters: dict[str, nn.Parameter], window: bool, whole: bool = False) -> FrozenValues:
         """Return copies of the parameters that change.
@@ -55,6 +57,7 @@ class FrozenCopies:
         trained = {id(parameter) for parameter in self._trained()} if parameters else set()
         found = {name: each for name, each in parameters.items() if id(each) not in trained and is_content(each)}
         values = [self._contents.add(each, f"module.{name}") for name, each in found.items()]
+        self._names = [*found]
         self._contents.keep(map(id, found.values()))
         self._contents.refresh(window, whole)
         self._written |= {
@@ -66,16 +69,23 @@ class FrozenCopies:
 
     def packed(self, values: FrozenValues) -> plain.Pieces:
         """Return what peers keep of ``values``, the last that `take` has returned; empty if none has been written."""
-        copies = {held.name: copy for held, copy in values if held.name.removeprefix("module.") in self._written}
-        written = {name.removeprefix("module."): copy for name, copy in copies.items() if copy is not None}
+        copies = {name: copy for name, (_, copy) in zip(self._names, values, strict=True) if name in self._written}
+        written = {name: copy for name, copy in copies.items() if copy is not None}
         if not written:
             return plain.Pieces()
-        room, packed = _SENT_BYTES, self._packed
+        room, large, known = _SENT_BYTES, dict[str, Copy](), self._packed
         self._packed = {}
         for name, copy in sorted(written.items(), key=lambda each: each[1].nbytes):
             room -= copy.nbytes
-            self._packed[name] = _packed(copy, room >= 0, packed.get(name))
-        return plain.pack_lists_in_pieces({name: packed for name, (_, _, packed) in self._packed.items()})
+            if name in known and known[name][:2] == (id(copy), room >= 0):
+                self._packed[name] = known[name]
+            elif room >= 0:
+                self._packed[name] = id(copy), True, plain.pack(copy), copy
+            else:
+                large[name] = copy
+        for name, digest in zip(large, ordered_digests([*large.values()]), strict=True):
+            self._packed[name] = id(large[name]), False, plain.pack(digest), large[name]
+        return plain.pack_lists_in_pieces({name: packed for name, (_, _, packed, _) in self._packed.items()})
 
     def export(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """Return what a replacement needs of a peer: all values, by name, and the names of those that it has written.
@@ -98,7 +108,7 @@ class FrozenCopies:
         kept: dict[str, Any] = {name: plain.unpack(each) for name, each in plain.unpack(own).items()} if own else {}
         for name, theirs in of_peer["values"].items():
             value = kept.get(name)
-            if isinstance(value, str) and value != digest_of(theirs):
+            if isinstance(value, str) and value != ordered_digests([plain_of(theirs)])[0]:
                 self._report(f"module.{name}", "ranks hold different values, and this large one was lost", "once")
             elif value is None and name in of_peer["written"]:
                 self._report(f"module.{name}", "only other ranks have written to it: this one has theirs now", "once")
@@ -132,16 +142,3 @@ class FrozenCopies:
         for held, copy in values:
             if copy is not None:
                 held.put_back(copy)
-
-
-def _packed(copy: Copy, is_sent: bool, known: tuple[Copy, bool, bytes] | None) -> tuple[Copy, bool, bytes]:
-    """Return a copy, whether its content is sent or a digest of it, and what is sent; ``known`` if it is the same."""
-    if known is not None and known[0] is copy and known[1] == is_sent:
-        return known
-    return copy, is_sent, plain.pack(copy if is_sent else digest_of(copy))
-
-
-def digest_of(value: Tensor) -> str:
-    """Return a digest of the bits of a tensor."""
-    content = plain_of(value)
-    return f"{digest(content, 0, words_of(content)):016x}" if content.numel() else ""

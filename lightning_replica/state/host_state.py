@@ -1,5 +1,7 @@
 """The host state of a rank as recovery uses it: snapshots that are taken, sent, adopted and restored."""
 
+import hashlib
+import json
 import logging
 from dataclasses import asdict, replace
 from typing import Any
@@ -26,7 +28,7 @@ from lightning_replica.state.metrics import from_plain, to_plain
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import LEFT_OUT, Taken
 from lightning_replica.state.snapshot import Snapshot
-from lightning_replica.state.structure import Original, Outline, Structure, Tables, differences, follow
+from lightning_replica.state.structure import Original, Outline, Structure, Tables, differences, follow, form_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class LightningHostState:
         self._frozen = FrozenCopies(self._trained, inexact.report)
         self._original = Original(trainer.lightning_module)
         self._original_outline = self.outline()
-        self._outlined: tuple[list[Tables] | None, bytes] = None, b""
+        self._outlined: tuple[list[Any], bytes] = [], b""
+        self._outlined_tables: list[Tables] | None = None
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
@@ -232,16 +235,32 @@ class LightningHostState:
             if taken.structure is not None:
                 taken.frozen = self._frozen.take(self._parameters(), kind == "batch", whole)
                 taken.packed_frozen = self._frozen.packed(taken.frozen)
-                taken.packed_outline = self._changed_outline(taken.structure)
+                taken.packed_outline = self._packed_outline(taken.structure)
             return taken
 
-    def _changed_outline(self, structure: Structure) -> bytes:
-        """Return the outline as it is mirrored; empty while the model consists of what it did when the fit began."""
-        if structure.tables is not self._outlined[0]:
-            outline = self.outline()
-            packed = b"" if outline == self._original_outline else plain.pack(asdict(outline))
-            self._outlined = structure.tables, packed
+    def _packed_outline(self, structure: Structure) -> bytes:
+        """Return the outline as it is mirrored: a digest, and all of it once it is another than when the fit began."""
+        if structure.tables is not self._outlined_tables:
+            form = form_of(structure, self._original)
+            if form != self._outlined[0]:
+                outline = self.outline()
+                now = None if outline == self._original_outline else asdict(outline)
+                self._outlined = form, plain.pack([_digest_of(outline), now])
+            self._outlined_tables = structure.tables
         return self._outlined[1]
+
+    def _follow(self, taken: Snapshot) -> None:
+        """Give the model what the predecessor's consisted of."""
+        digest, own = plain.unpack(taken.packed_outline)
+        of_peer = Outline(**taken.replicated.pop("outline"))
+        buffers = {**taken.replicated["buffers"], **taken.buffers}
+        if own is not None:
+            follow(self._trainer.lightning_module, Outline(**own), buffers, self._original)
+        elif digest == _digest_of(of_peer):
+            follow(self._trainer.lightning_module, of_peer, buffers, self._original)
+        elif digest != _digest_of(self.outline()):
+            why = "it consisted of other parts on this rank than on others, and not of those that the script gives it"
+            self._inexact.report("module", why, "once")
 
     def _trained(self) -> list[nn.Parameter]:
         return self._state.trained
@@ -285,6 +304,7 @@ class LightningHostState:
             "attributes": plain.pack(self._copies.reachable.whole(taken.reached)),
             "signature": self.signature(taken),
             "differing": self._differing,
+            "outline": asdict(self.outline()),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
 
@@ -306,9 +326,7 @@ class LightningHostState:
         self._held, self._adopted = {}, True
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
         module = self._trainer.lightning_module
-        if taken.packed_outline:
-            buffers = {**taken.replicated["buffers"], **taken.buffers}
-            follow(module, Outline(**plain.unpack(taken.packed_outline)), buffers, self._original)
+        self._follow(taken)
         taken.structure = Structure.of(Tree.of(module))
         with self._device.fence:
             parameters, of_peer = dict(module.named_parameters()), taken.replicated.pop("frozen")
@@ -461,6 +479,10 @@ class LightningHostState:
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return _call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def _digest_of(outline: Outline) -> str:
+    return hashlib.sha256(json.dumps(asdict(outline)).encode()).hexdigest()
 
 
 def _left_out_of(taken: Snapshot) -> set[str]:

@@ -31,8 +31,8 @@ _DEEP = 16  # containers in containers; deeper ones are not followed, because th
 _MODES = (
     *("val_seen", "val_has_run", "logger_fx", "training", "accumulate", "gradient", "requires_grad", "should_stop"),
     *("scheduler_configs", "precision", "fit_loop", "epoch_loop", "trainer", "settings", "buffers_due", "momenta"),
-    "groups",
 )
+_MODES_BYTES = 2**22  # of one of them; it is sent when it changes
 _NUMBERS = frozenset((type(None), bool, int, float))
 _TENSORS = (Tensor, nn.Parameter)
 
@@ -144,7 +144,7 @@ class Modes:
             if name in self._values and _is_same(value, self._values[name], {}):
                 continue
             self._values[name] = copy.deepcopy(value)
-            self._packed[name] = _packed(value)
+            self._packed[name] = _packed(value, _MODES_BYTES)
             if not self._packed[name]:
                 why = "it is large or no plain data, so a replaced rank takes that of a peer, which may be another"
                 self._report(f"{name!r} of the trainer's state", why, "unknown")
@@ -198,14 +198,14 @@ def put(replicated: dict[str, Any], own: bytes | plain.Pieces) -> None:
         replicated["logged"] = _logged_of(logged, replicated["logged"])
 
 
-def _packed(state: Any) -> bytes:
-    if _room_after(state, _LARGE_BYTES, 0) < 0:
+def _packed(state: Any, most: int = _LARGE_BYTES) -> bytes:
+    if _room_after(state, most, 0) < 0:
         return b""
     try:
         packed = plain.pack(state)
     except plain.NotPlainError:
         return b""
-    return packed if len(packed) <= _LARGE_BYTES else b""
+    return packed if len(packed) <= most else b""
 
 
 def _room_after(state: Any, room: int, depth: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_replica._compat.lightning import OF_TRAINER, SETTINGS_OF_TRAINER
-from lightning_replica._compat.lightning_names import Accelerator, LearningRateMonitor, pl
+from lightning_replica._compat.lightning_names import Accelerator, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import is_wrapper
 from lightning_replica._compat.tree import Tree
@@ -68,7 +68,6 @@ _HOOKS: Final = "hooks of "
 SAVED_HOOKS: Final = "hooks"  # no root is called so
 _NO_STATE: Final = (Accelerator,)  # it stands for devices, which no rollback moves
 _FUNCTIONS_OF_TORCH: Final = ("lr_lambdas", "_scale_fn_custom", "_scale_fn_ref")  # attributes of schedulers
-_TABLES: Final = ("lrs", "last_momentum_values", "last_weight_decay_values")  # of a `LearningRateMonitor`
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 # Settings of metrics, which code may change; what they compute goes back by state/metrics.py.
 _FLAGS_OF_METRICS: Final = frozenset(
@@ -255,7 +254,7 @@ class Reachable:
                 yield [root, pairs]
                 continue
             for name, _ in pairs:
-                if name in left and name not in _TABLES:
+                if name in left:
                     why = "code has changed it in training, and a run that resumes has what its script gives it"
                     self._report(f"{root}.{name}", why, "resume")
             kept = [pair for pair in pairs if pair[0] not in left]
@@ -435,8 +434,7 @@ def _settings_of(cls: type[pl.Callback]) -> tuple[str, ...]:
 
     Those that are called as parameters are settings.
     """
-    settings = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-    return (*settings, *_TABLES) if issubclass(cls, LearningRateMonitor) else tuple(settings)
+    return tuple(name for name in inspect.signature(cls.__init__).parameters if name != "self")
 
 
 def _watched(trainer: pl.Trainer) -> Iterator[tuple[str, Any, Watch]]:

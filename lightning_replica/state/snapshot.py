@@ -93,7 +93,7 @@ class Snapshot:
         buffers: This rank's buffers that differ from those in ``replicated``.
         packed_buffers: The same, as they are mirrored; empty if they are not.
         packed_frozen: Parameters that no shard holds, as they are mirrored; empty if none has been written.
-        packed_outline: What the module consists of, as it is mirrored; empty if that has not changed in this fit.
+        packed_outline: What the module consists of, as it is mirrored.
         schedulers: The scheduler configs themselves, which callbacks may replace, with their schedulers; None on a
             replacement.
         trainer_callbacks: The callbacks, which may remove themselves; None on a replacement.

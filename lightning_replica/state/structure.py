@@ -173,6 +173,20 @@ def _leads_to(part: Any, original: Original, now: Original) -> str | None:
     return None if part is None else original.name_of(part) or f"{_NEW}{now.name_of(part)}"
 
 
+def form_of(structure: Structure, original: Original) -> list[Any]:
+    """Return what an outline depends on, in a fraction of its time: equal forms have equal outlines."""
+    new, found = dict[int, int](), list[Any]()
+    for tables in structure.tables:
+        for table in tables:
+            found += table
+            found += [
+                None if part is None else original.name_of(part) or new.setdefault(id(part), len(new))
+                for part in table.values()
+            ]
+            found.append(";")
+    return [*found, structure.temporary]
+
+
 def names_of_modules(module: nn.Module) -> list[str]:
     """Return the names of all submodules, in their order."""
     return [name for name, _ in module.named_modules()]

@@ -21,7 +21,7 @@ _SHOWN = 3
 
 
 def differences_from_ddp(
-    module: pl.LightningModule, optimizers: Sequence[Optimizer], partition: Partition
+    module: pl.LightningModule, optimizers: Sequence[Optimizer], partition: Partition, reader_of_states: str | None
 ) -> Iterator[str]:
     """Yield what may train otherwise than under DDP, as sentences.
 
@@ -29,7 +29,14 @@ def differences_from_ddp(
         module: The module that is trained.
         optimizers: The user's optimizers, all of them.
         partition: How parameters are cut.
+        reader_of_states: The name of a function of the user's that may look at the state of an optimizer.
     """
+    if reader_of_states is not None:
+        yield (
+            f"`{reader_of_states}` may look at the state of an optimizer. Each rank has the states of its pieces:"
+            " `state[parameter]` is empty, and what code writes to them does not go back with a batch that is done"
+            " again."
+        )
     trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     left = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in trained]
     if left:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Final, Literal
@@ -69,13 +69,22 @@ def _reader_of_gradients(trainer: pl.Trainer, survey: Survey) -> str | None:
     Gradients stay until the next step's backward pass, so any hook in between may look at them. An optimizer has those
     of its shard.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    users = [trainer.lightning_module, *(each for each in callbacks if _is_foreign(type(each).__module__))]
-    code = UserCode(
-        users, survey.classes, survey.functions(), without=(Optimizer,), without_methods=_SEE_GRADIENTS_IN_MODULE
-    )
+    code = _code_of(trainer, survey, without_methods=_SEE_GRADIENTS_IN_MODULE)
     found = code.reader_of("grad", not_of=("autograd", "func")) or code.caller_of(_READERS)
     return found or code.problem or None
+
+
+def reader_of_states(trainer: pl.Trainer, survey: Survey) -> str | None:
+    """Return the name of a function of the user's that may look at the state of an optimizer; None if none does."""
+    names = ("optimizer", "optimizers", "opt", "param_groups")
+    return _code_of(trainer, survey).reader_of("state", not_of=("self", "trainer"), beside=names)
+
+
+def _code_of(trainer: pl.Trainer, survey: Survey, without_methods: Collection[str] = ()) -> UserCode:
+    """Return the code of the user's, without that of optimizers, which have the gradients and states of their shard."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    users = [trainer.lightning_module, *(each for each in callbacks if _is_foreign(type(each).__module__))]
+    return UserCode(users, survey.classes, survey.functions(), without=(Optimizer,), without_methods=without_methods)
 
 
 def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

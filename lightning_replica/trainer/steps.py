@@ -48,6 +48,7 @@ from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.overrides import (
     gradient_use,
     may_change_weights,
+    reader_of_states,
     shows_outputs,
 )
 from lightning_replica.trainer.precision import ShardedStep
@@ -115,7 +116,8 @@ class Training:
         )
         self._optimizers = [user_optimizer(each) for each in optimizers]
         if trainer.is_global_zero and not session.is_replacement:
-            for difference in differences_from_ddp(module, self._optimizers, settings.partition):
+            reader = reader_of_states(trainer, survey)
+            for difference in differences_from_ddp(module, self._optimizers, settings.partition, reader):
                 warn(difference)
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)

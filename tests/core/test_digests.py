@@ -1,10 +1,13 @@
 """Whom the holders of a shard believe."""
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_replica.core.digests import Digest, all_changed_alike, suspects
+from lightning_replica.core.digests import Digest, all_changed_alike, ordered_digests, suspects
 
 
 def said(*values: str) -> dict[int, Digest]:
@@ -56,3 +59,26 @@ def test_whoever_is_believed_agrees(pairs: list[tuple[str, bool]], random: objec
     assert len({digests[rank].value for rank in believed}) <= 1
     if len(pairs) > 1 and len({value for value, _ in pairs}) == 1:
         assert believed == set(digests)
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64, torch.bool]
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 40), max_size=3), st.randoms())
+def test_equal_tensors_have_equal_digests(dtype: torch.dtype, shape: list[int], random: Any) -> None:
+    tensor = torch.tensor([random.randrange(100) for _ in range(torch.Size(shape).numel())]).view(shape).to(dtype)
+    others = [tensor.clone(), torch.stack([tensor, tensor], -1)[..., 0]]
+    assert len({*ordered_digests([tensor, *others])}) == 1
+    if tensor.numel():
+        other = tensor.clone()
+        place = random.randrange(tensor.numel())
+        other.view(-1)[place] = (other.view(-1)[place].to(torch.complex128) + 1 + (dtype == torch.bool)).to(dtype)
+        assert torch.equal(other, tensor) == (ordered_digests([other]) == ordered_digests([tensor]))
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (500, 64), (4096, 2), (3, 100_000)])
+def test_the_order_counts(shape: tuple[int, int]) -> None:
+    tensor = torch.randn(shape)
+    for dim in range(2):
+        permuted = tensor.roll(1, dim)
+        assert ordered_digests([permuted]) != ordered_digests([tensor])

@@ -56,11 +56,11 @@ class Differs(Callback):
         pl_module.codes.data += number
         pl_module.teacher.data += trainer.global_step
         pl_module.layers[number % 4].train(number % 3 == 0)
-        trainer.limit_test_batches = number
+        trainer.fit_loop.min_epochs = -number
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.modes = torch.tensor([layer.training for layer in pl_module.layers])
-        pl_module.register_buffer("seen", torch.tensor([*pl_module.modes, trainer.limit_test_batches]))
+        pl_module.register_buffer("seen", torch.tensor([*pl_module.modes, trainer.fit_loop.min_epochs]))
 
 
 @dataclass

@@ -25,9 +25,8 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LRScheduler
@@ -45,7 +44,6 @@ class Kind(L.LightningModule):
     """Trains a line; `change` is what each step does to the state."""
 
     loader_class: type[DataLoader[Any]] = DataLoader
-    logger_of_trainer: Any = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +123,22 @@ class FrozenReplaced(Kind):
 
     def look(self) -> Any:
         return self.prototypes.item()
+
+
+class SwapFrozen(Kind):
+    """Two frozen parameters exchange their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.other = nn.Parameter(torch.full((1,), 100.0), requires_grad=False)
+
+    def change(self) -> None:
+        self.one.data += 1
+        self.one, self.other = self.other, self.one
+
+    def look(self) -> Any:
+        return [self.one.item(), self.other.item()]
 
 
 class HalfTeacher(Kind):
@@ -350,9 +364,16 @@ class OwnLoader(Kind):
 
 
 class _Levels(DataLoader[Any]):
+    """Has something that hooks change, and the iterator that it has returned."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.levels = [0]
+        self.former: Any = None
+
+    def _get_iterator(self) -> Any:
+        self.former = super()._get_iterator()
+        return self.former
 
 
 class LoaderWithAttributes(Kind):
@@ -462,21 +483,18 @@ class _Counting(L.Callback):
 
 
 class SettingsOfCallbacks(Kind):
-    """Settings of Lightning's callbacks, and what one of them keeps."""
-
-    logger_of_trainer = DummyLogger()
+    """Settings of Lightning's callbacks."""
 
     def configure_callbacks(self) -> list[L.Callback]:
-        self.stopping, self.monitor = EarlyStopping("loss", patience=1, strict=False), LearningRateMonitor()
-        return [self.stopping, self.monitor]
+        self.stopping = EarlyStopping("loss", patience=1, strict=False)
+        return [self.stopping]
 
     def change(self) -> None:
         self.stopping.patience += 1
         self.stopping.stopping_threshold = float(self.changes)
-        self.monitor.lrs.setdefault("extra", []).append(self.changes)
 
     def look(self) -> Any:
-        return [self.stopping.patience, self.stopping.stopping_threshold, self.monitor.lrs]
+        return [self.stopping.patience, self.stopping.stopping_threshold]
 
 
 class OfLightning(Kind):
@@ -1351,7 +1369,7 @@ def fit(module: Kind, callback: L.Callback) -> None:
         accelerator="cpu",
         devices=1,
         max_steps=STEP + 1,
-        logger=module.logger_of_trainer,
+        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,

@@ -133,10 +133,10 @@ class AsksForClosure(torch.optim.SGD):
 
 
 class Anneals(torch.optim.SGD):
-    """Does more in ``zero_grad``."""
+    """Does more in ``zero_grad``, and takes less, as apex's optimizers do."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
         for group in self.param_groups:
             group["lr"] *= 0.95
 

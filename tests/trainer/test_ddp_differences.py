@@ -55,7 +55,7 @@ def with_hook(parameters: Any) -> torch.optim.Optimizer:
 def said(make: Callable[[Any], torch.optim.Optimizer], partition: Any = "element", part: str = "") -> list[str]:
     model = Model()
     optimizer = make((getattr(model, part) if part else model).parameters())
-    return list(differences_from_ddp(model, [optimizer], partition))
+    return list(differences_from_ddp(model, [optimizer], partition, None))
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, Logging])

@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica._compat.torch import _BaseDataLoaderIter
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report, Scope, say_nothing, warn
 from lightning_replica.core.user_code import UserCode, is_users_class
-from lightning_replica.state.code_variables import variables_of
+from lightning_replica.state.code_variables import MOST, variables_of
 from lightning_replica.state.objects.capture import Anchors, Root
 from lightning_replica.state.objects.kinds import OF_CLASSES, has_attributes, is_exchanged_only, slots_of
 from lightning_replica.state.objects.tracked import LEFT_OUT, MIRRORED, Limits, Taken, Tracked, changed_between
@@ -103,7 +104,7 @@ class Sources:
         self.changed_by_loading = dict(changed)
         self._found = found = list(objects)
         roots = [
-            Root(each, f"{type(each).__name__} of the loader", own=_of_others(each))
+            Root(each, f"{type(each).__name__} of the loader", own=_of_others(each), most=_most_of(each))
             for each in found
             if _has_state(each)
         ]
@@ -173,6 +174,7 @@ class Sources:
 
     def note_loaded(self) -> None:
         """Note what is there after a batch was loaded."""
+        self._leave_iterators()
         self._loaded = self._tracked.take(self._roots, self._anchors, window=False) if self._roots else None
 
     def changed_since_loaded(self) -> list[str]:
@@ -198,6 +200,14 @@ class Sources:
     def _with_changed(self, owner: Root) -> Root:
         return replace(owner, only=tuple(sorted(self.changed_by_loading.get(owner.name, ()))))
 
+    def _leave_iterators(self) -> None:
+        """Leave out what an attribute of a loader holds once it iterates itself: the position says how far that is."""
+        roots = [_without_iterators(root) for root in self._own_roots]
+        if roots != self._own_roots:
+            self._own_roots = self._roots = roots
+            if self._owners:
+                self._divide_owners()
+
     def state(self, begins: bool = True) -> bytes | None:
         """Return what has changed since the loader was made; None if there is nothing of the user's.
 
@@ -206,6 +216,7 @@ class Sources:
         """
         if not self._roots:
             return None
+        self._leave_iterators()
         taken = self._tracked.take(self._roots, self._anchors, begins)
         if self._packed[0] is not taken:
             # Not `mirrored`: the bytes of two states are compared.
@@ -423,8 +434,19 @@ def _is_known(source: Any) -> bool:
 def _of_others(source: Any) -> frozenset[str]:
     """Return the names of a source's attributes that other code restores, or that are sources themselves."""
     if isinstance(source, DataLoader):
-        return _OF_LOADERS
+        return _OF_LOADERS | {name for name in vars(source) if name.startswith("__")}  # what Lightning has noted there
     return _OF_OTHERS if _is_known(source) else frozenset()
+
+
+def _most_of(source: Any) -> int | None:
+    return MOST if isinstance(source, DataLoader) else None
+
+
+def _without_iterators(root: Root) -> Root:
+    if not isinstance(root.value, DataLoader):
+        return root
+    found = {name for name, value in vars(root.value).items() if isinstance(value, _BaseDataLoaderIter)}
+    return root if found <= root.own else replace(root, own=root.own | found)
 
 
 def _has_state(source: Any) -> bool:

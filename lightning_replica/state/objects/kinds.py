@@ -119,8 +119,17 @@ _LARGE_MEMORY: Final = 2**20  # bytes of ctypes, which are compared in every sna
 _CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.", "torch._ops.", "_multiprocessing.")
 _OPEN_MODULES: Final = ("torch.distributed.algorithms.", "torch.distributed.optim.")  # of those, what counts steps
 _CLOSED_OF_LIGHTNING: Final = (
-    *("accelerators.", "cli.", "connector.", "core.optimizer.", "fabric.", "loops.", "overrides.", "plugins."),
-    *("profilers.", "serve.", "strategies.", "trainer.", "tuner.", "utilities.combined_loader.", "utilities.data."),
+    *("accelerators.", "cli.", "connector.", "core.optimizer.", "fabric.", "loggers.", "loops.", "overrides."),
+    *(
+        "plugins.",
+        "profilers.",
+        "serve.",
+        "strategies.",
+        "trainer.",
+        "tuner.",
+        "utilities.combined_loader.",
+        "utilities.data.",
+    ),
     "wrappers.",
 )
 # Part of something that runs: to put its attributes back would break it.
@@ -194,6 +203,8 @@ def kind_of_class(cls: type) -> Kind:
         if issubclass(cls, classes):
             return kind
     module = cls.__module__ + "."
+    if within_lightning(module).startswith(_CLOSED_OF_LIGHTNING):
+        return Kind.CLOSED
     if issubclass(cls, nn.Module | pl.Callback | pl.LightningDataModule):
         return Kind.OBJECT
     if module.startswith(_IMMUTABLE_MODULES):
@@ -201,8 +212,6 @@ def kind_of_class(cls: type) -> Kind:
     if _is_remote(cls):
         return Kind.OPAQUE
     if module.startswith(_CLOSED_MODULES) and not module.startswith(_OPEN_MODULES):
-        return Kind.CLOSED
-    if within_lightning(module).startswith(_CLOSED_OF_LIGHTNING):
         return Kind.CLOSED
     if derives_attributes(cls):
         return Kind.REBUILT
