@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_replica.state.reachable import Survey
-from lightning_replica.trainer.overrides import gradient_use, may_change_weights, who_sees_gradients
+from lightning_replica.trainer.overrides import gradient_use, may_change_weights, reader_of_states, who_sees_gradients
 
 HOOKS = [name for name in vars(L.Callback) if name.startswith("on_")]
 
@@ -206,3 +206,26 @@ def test_a_class_that_inherits_a_hook_of_lightnings() -> None:
 
     assert may_change_weights(*trainer_with(Own()))
     assert not may_change_weights(*trainer_with(ModelCheckpoint()))
+
+
+def halves_momentum(trainer: Any, pl_module: Any, *_: Any) -> None:
+    for optimizer in pl_module.optimizers(use_pl_optimizer=False):
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+
+def looks_at_its_own_state(trainer: Any, pl_module: Any, *_: Any) -> None:
+    pl_module.log("stage", float(trainer.state.stage == "fit"))
+
+
+def reads_rates(trainer: Any, pl_module: Any, *_: Any) -> None:
+    pl_module.log("lr", trainer.optimizers[0].param_groups[0]["lr"] * (trainer.state.fn is not None))
+
+
+@pytest.mark.parametrize(
+    ("hook", "found"), [(halves_momentum, "halves_momentum"), (looks_at_its_own_state, None), (reads_rates, None)]
+)
+def test_code_that_looks_at_the_state_of_an_optimizer(hook: Any, found: str | None) -> None:
+    trainer, module = trainer_with(LambdaCallback(on_train_batch_end=hook))
+    trainer.strategy._lightning_module = module
+    assert reader_of_states(trainer, Survey.of(trainer)) == found

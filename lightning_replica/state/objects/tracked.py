@@ -6,7 +6,7 @@ Both can be had as plain data for another process, which holds the same objects 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -290,6 +290,7 @@ def _changed(
     moved = _Moved(capture, first, touched)
     if not moved.any() and not all_changed:
         return
+    is_below = moved.any_beside(known)
     for root in capture.roots:
         record, before_it = capture.attributes_of(root), first.records.get(id(root.value))
         was = dict(zip(before_it.names, before_it.values, strict=True)) if isinstance(before_it, Attributes) else {}
@@ -298,7 +299,8 @@ def _changed(
             for name, value in zip(record.names, record.values, strict=True)
             if (all_changed and not root.of_process)
             or name not in was
-            or _has_moved(value, was[name], moved, capture, known)
+            or _is_other(value, was[name])
+            or (is_below and _leads_to_moved(value, moved, capture, known))
         }
         if names:
             yield root.name, names
@@ -323,16 +325,23 @@ class _Moved:
     def any(self) -> bool:
         return bool(self._written) or any(map(self._is_other, self._touched))
 
+    def any_beside(self, known: frozenset[int]) -> bool:
+        """Return whether anything has moved that an attribute may lead to, so that it pays to look."""
+        keys = chain(self._written, filter(self._is_other, self._touched))
+        return any(key not in known and ~key not in known for key in keys)
+
     def _is_other(self, key: int) -> bool:
         return key in self._now and self._before.get(key) is not self._now[key]
 
 
-def _has_moved(now: Any, then: Any, moved: _Moved, capture: Capture, known: frozenset[int]) -> bool:
-    if type(now) in ATOMS:  # most attributes are, and lead to nothing
-        return now is not then and not is_same_atom(now, then)
-    if now is not then:
-        return True
-    return any(key in moved for key in _keys_under(now, capture, known))
+def _is_other(now: Any, then: Any) -> bool:
+    return now is not then and not (type(now) in ATOMS and is_same_atom(now, then))
+
+
+def _leads_to_moved(value: Any, moved: _Moved, capture: Capture, known: frozenset[int]) -> bool:
+    if type(value) in ATOMS:  # most attributes are, and lead to nothing
+        return False
+    return any(key in moved for key in _keys_under(value, capture, known))
 
 
 def _children_of(record: Record) -> Iterator[Any]:
