@@ -135,20 +135,20 @@ class UserCode:
         """The names of variables of modules that code writes to, of whichever module."""
         return self._written
 
-    def reader_of(
-        self, attribute: str, not_of: Collection[str] = (), beside: Collection[str] | None = None
-    ) -> str | None:
+    def reader_of(self, attribute: str, not_of: Collection[str] = ()) -> str | None:
         """Return the name of a function that reads an attribute; None if none does.
 
         Args:
             attribute: The name of the attribute.
             not_of: Names of owners of which it does not count.
-            beside: Names of which the function has to use one, too; None if it need not.
         """
         using = (code for (code, _), names in self._functions.items() if names & {attribute, "getattr"})
-        if beside is not None:
-            using = (code for code in using if not {*_names_in(code), *code.co_varnames}.isdisjoint(beside))
         return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
+
+    def reader_from(self, attribute: str, word: str) -> str | None:
+        """Return the name of a function that reads an attribute of what has a name with ``word`` in it; None if none does."""
+        using = (code for (code, _), names in self._functions.items() if attribute in names)
+        return next((code.co_name for code in using if _reads_from(code, attribute, word)), None)
 
     def caller_of(self, functions: Collection[str]) -> str | None:
         """Return the name of a function that names one of ``functions``; None if none does.
@@ -340,6 +340,17 @@ def _reads(code: types.CodeType, attribute: str, not_of: Collection[str]) -> boo
         owner = instruction.argval
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return any(_reads(each, attribute, not_of) for each in inner)
+
+
+def _reads_from(code: types.CodeType, attribute: str, word: str) -> bool:
+    before: list[str] = []  # what the last instructions name
+    for instruction in dis.get_instructions(code):
+        is_read = instruction.opname in _READ and instruction.argval == attribute
+        if is_read and any(word in name for name in before):
+            return True
+        before = [*before[-4:], str(instruction.argval)]
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return any(_reads_from(each, attribute, word) for each in inner)
 
 
 def _names_function(code: types.CodeType, functions: Collection[str]) -> bool:

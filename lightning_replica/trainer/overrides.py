@@ -76,8 +76,7 @@ def _reader_of_gradients(trainer: pl.Trainer, survey: Survey) -> str | None:
 
 def reader_of_states(trainer: pl.Trainer, survey: Survey) -> str | None:
     """Return the name of a function of the user's that may look at the state of an optimizer; None if none does."""
-    names = ("optimizer", "optimizers", "opt", "param_groups")
-    return _code_of(trainer, survey).reader_of("state", not_of=("self", "trainer"), beside=names)
+    return _code_of(trainer, survey).reader_from("state", "opt")
 
 
 def _code_of(trainer: pl.Trainer, survey: Survey, without_methods: Collection[str] = ()) -> UserCode:

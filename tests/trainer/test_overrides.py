@@ -222,8 +222,24 @@ def reads_rates(trainer: Any, pl_module: Any, *_: Any) -> None:
     pl_module.log("lr", trainer.optimizers[0].param_groups[0]["lr"] * (trainer.state.fn is not None))
 
 
+def looks_at_the_strategy(trainer: Any, pl_module: Any, *_: Any) -> None:
+    optimizer = trainer.optimizers[0]
+    optimizer.before = lambda: trainer.strategy.unwrap(trainer).state.step
+
+
+def drops_one(trainer: Any, pl_module: Any, *_: Any) -> None:
+    trainer.optimizers[0].state[pl_module.layer.weight].clear()
+
+
 @pytest.mark.parametrize(
-    ("hook", "found"), [(halves_momentum, "halves_momentum"), (looks_at_its_own_state, None), (reads_rates, None)]
+    ("hook", "found"),
+    [
+        (drops_one, "drops_one"),
+        (looks_at_the_strategy, None),
+        (halves_momentum, "halves_momentum"),
+        (looks_at_its_own_state, None),
+        (reads_rates, None),
+    ],
 )
 def test_code_that_looks_at_the_state_of_an_optimizer(hook: Any, found: str | None) -> None:
     trainer, module = trainer_with(LambdaCallback(on_train_batch_end=hook))
