@@ -146,7 +146,7 @@ class UserCode:
         return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
 
     def reader_from(self, attribute: str, word: str) -> str | None:
-        """Return the name of a function that reads an attribute of what has a name with ``word`` in it; None if none does."""
+        """Return the name of a function that reads an attribute right after a name that contains ``word``; or None."""
         using = (code for (code, _), names in self._functions.items() if attribute in names)
         return next((code.co_name for code in using if _reads_from(code, attribute, word)), None)
 
