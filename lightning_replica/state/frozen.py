@@ -10,7 +10,7 @@ keep small values that a rank has written, and of large ones the digest, which s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,20 @@ FrozenValues: TypeAlias = list[tuple[Held, Copy]]
 _SENT_BYTES: Final = 2**22  # of values that have been written, which peers keep
 
 
+class _Sent(NamedTuple):
+    """What peers keep of a parameter.
+
+    Attributes:
+        copy: What the parameter held.
+        is_whole: Whether its content is sent, or a digest.
+        data: What is sent.
+    """
+
+    copy: Copy
+    is_whole: bool
+    data: bytes
+
+
 class FrozenCopies:
     """Copies of parameters that no shard holds, kept from one snapshot to the next.
 
@@ -40,11 +54,10 @@ class FrozenCopies:
         self._trained = trained
         self._report = report
         self._contents = Contents(report)
-        self._names: list[str] = []  # of the parameters that were taken last
+        self._taken: dict[str, Copy] = {}
         self._first: dict[str, Any] = {}  # a parameter that stands where another one stood counts as written
         self._written = set[str]()
-        # By name: the `id` of the copy, whether its content is sent or a digest, what is sent, the copy.
-        self._packed: dict[str, tuple[int, bool, bytes, Copy]] = {}
+        self._sent: dict[str, _Sent] = {}
 
     def take(self, parameters: dict[str, nn.Parameter], window: bool, whole: bool = False) -> FrozenValues:
         """Return copies of the parameters that change.
@@ -57,7 +70,6 @@ class FrozenCopies:
         trained = {id(parameter) for parameter in self._trained()} if parameters else set()
         found = {name: each for name, each in parameters.items() if id(each) not in trained and is_content(each)}
         values = [self._contents.add(each, f"module.{name}") for name, each in found.items()]
-        self._names = [*found]
         self._contents.keep(map(id, found.values()))
         self._contents.refresh(window, whole)
         self._written |= {
@@ -65,27 +77,28 @@ class FrozenCopies:
             for name, held in zip(found, values, strict=True)
             if held.changes or self._first.setdefault(name, held.value) is not held.value
         }
+        self._taken = {name: held.copy for name, held in zip(found, values, strict=True)}
         return [(each, each.copy) for each in values]
 
-    def packed(self, values: FrozenValues) -> plain.Pieces:
-        """Return what peers keep of ``values``, the last that `take` has returned; empty if none has been written."""
-        copies = {name: copy for name, (_, copy) in zip(self._names, values, strict=True) if name in self._written}
-        written = {name: copy for name, copy in copies.items() if copy is not None}
+    def packed(self) -> plain.Pieces:
+        """Return what peers keep of the values that were taken last; empty if none has been written."""
+        written = {name: copy for name, copy in self._taken.items() if name in self._written and copy is not None}
         if not written:
             return plain.Pieces()
-        room, large, known = _SENT_BYTES, dict[str, Copy](), self._packed
-        self._packed = {}
+        former, self._sent = self._sent, {}
+        room, large = _SENT_BYTES, dict[str, Copy]()
         for name, copy in sorted(written.items(), key=lambda each: each[1].nbytes):
             room -= copy.nbytes
-            if name in known and known[name][:2] == (id(copy), room >= 0):
-                self._packed[name] = known[name]
+            known = former.get(name)
+            if known is not None and known.copy is copy and known.is_whole == (room >= 0):
+                self._sent[name] = known
             elif room >= 0:
-                self._packed[name] = id(copy), True, plain.pack(copy), copy
+                self._sent[name] = _Sent(copy, True, plain.pack(copy))
             else:
                 large[name] = copy
         for name, digest in zip(large, ordered_digests([*large.values()]), strict=True):
-            self._packed[name] = id(large[name]), False, plain.pack(digest), large[name]
-        return plain.pack_lists_in_pieces({name: packed for name, (_, _, packed, _) in self._packed.items()})
+            self._sent[name] = _Sent(large[name], False, plain.pack(digest))
+        return plain.pack_lists_in_pieces({name: sent.data for name, sent in self._sent.items()})
 
     def export(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """Return what a replacement needs of a peer: all values, by name, and the names of those that it has written.
@@ -124,7 +137,7 @@ class FrozenCopies:
 
     def renew(self) -> None:
         """Copy all values again the next time."""
-        self._contents, self._first, self._packed = Contents(self._report), {}, {}
+        self._contents, self._first, self._sent = Contents(self._report), {}, {}
 
     def put_back(self, values: FrozenValues) -> None:
         """Restore the values that `take` has copied.

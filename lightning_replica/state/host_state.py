@@ -60,6 +60,7 @@ class LightningHostState:
         self._original_outline = self.outline()
         self._outlined: tuple[list[Any], bytes] = [], b""
         self._outlined_tables: list[Tables] | None = None
+        self._outlined_classes: list[type] = []
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
@@ -234,19 +235,20 @@ class LightningHostState:
             taken = snapshots.take(self._trainer, self._device, kind, step, self._copies, whole)
             if taken.structure is not None:
                 taken.frozen = self._frozen.take(self._parameters(), kind == "batch", whole)
-                taken.packed_frozen = self._frozen.packed(taken.frozen)
+                taken.packed_frozen = self._frozen.packed()
                 taken.packed_outline = self._packed_outline(taken.structure)
             return taken
 
     def _packed_outline(self, structure: Structure) -> bytes:
         """Return the outline as it is mirrored: a digest, and all of it once it is another than when the fit began."""
-        if structure.tables is not self._outlined_tables:
-            form = form_of(structure, self._original)
+        classes = [*map(type, structure.tree.modules)]
+        if structure.tables is not self._outlined_tables or classes != self._outlined_classes:
+            form = [classes, form_of(structure, self._original)]
             if form != self._outlined[0]:
                 outline = self.outline()
                 now = None if outline == self._original_outline else asdict(outline)
                 self._outlined = form, plain.pack([_digest_of(outline), now])
-            self._outlined_tables = structure.tables
+            self._outlined_tables, self._outlined_classes = structure.tables, classes
         return self._outlined[1]
 
     def _follow(self, taken: Snapshot) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch import Tensor, nn
 
 from lightning_replica import RecoveryReport
 from tests.support import job, world
@@ -229,3 +230,22 @@ def test_a_setting_of_the_trainer_that_has_changed(tmp_path: Path) -> None:
     untouched = run(tmp_path / "untouched", ClipsMore)
     outcome = run(tmp_path / "killed", ClipsMore, Fault("kill", 1, "update", 3))
     outcome.assert_same(untouched, reported="Not exact after a resume: trainer.gradient_clip_val")
+
+
+class Halves(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class TurnsIntoAnother(Callback):
+    """Gives a layer another class, in place."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            pl_module.last.__class__ = Halves
+
+
+def test_a_layer_of_another_class_cannot_be_replaced(tmp_path: Path) -> None:
+    outcome = run(tmp_path, TurnsIntoAnother, Fault("kill", 1, "forward", 4))
+    assert outcome.code != 0
+    assert "the ranks that trained have the submodules 'last (tests.faults.test_exactness.Halves)'" in outcome.logs
