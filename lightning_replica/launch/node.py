@@ -30,6 +30,8 @@ from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.watch import Hang, Watch
 from lightning_replica.stores.interface import Store
 
+_POLL_S = 0.01
+
 
 class Process(Protocol):
     """A rank's process, with the interface of `subprocess.Popen`."""
@@ -202,11 +204,12 @@ class Node:
         return bool(self._hung)
 
     def killed(self) -> list[Child]:
-        """Return, once they have ended, the processes that `hanging` is about."""
+        """Return the processes that `hanging` is about, as far as they end within `END_S`."""
         children = [self._children[rank] for rank in self._hung]
-        for child in children:
-            child.process.wait()
-        return children
+        deadline = time.monotonic() + END_S
+        while any(child.process.poll() is None for child in children) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return [child for child in children if child.process.poll() is not None]
 
     def start(self, rank: int, generation: int) -> str:
         """Start a new process for a rank, or use a standby; return which of the two, in words."""
@@ -304,7 +307,7 @@ class Node:
                     self.send(last)
                     deadline = time.monotonic() + END_S
                     break
-                time.sleep(0.01)
+                time.sleep(_POLL_S)
         for child in self._children.values():
             child.process.wait()
 
