@@ -26,6 +26,8 @@ _WRAPPERS: Final = (types.FunctionType, CACHE)
 _READ: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _OF_MODULE: Final = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM")
 _FRAMEWORK: Final = (__name__.partition(".")[0], "lightning_utilities", "torch")
+_ENDS: Final = ("STORE", "POP", "RETURN")  # instructions at the end of an expression
+_NEAR: Final = 10  # instructions between the name of an object and what is read of it
 _MANY: Final = 1000  # items of a table of functions that are looked at
 _APPENDS: Final = re.compile("a[bt+]{0,2}")
 _STORES: Final = frozenset((dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_ATTR"]))
@@ -145,10 +147,13 @@ class UserCode:
         using = (code for (code, _), names in self._functions.items() if names & {attribute, "getattr"})
         return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
 
-    def reader_from(self, attribute: str, word: str) -> str | None:
-        """Return the name of a function that reads an attribute right after a name that contains ``word``; or None."""
+    def reader_from(self, attribute: str, owner: re.Pattern[str]) -> str | None:
+        """Return the name of a function that reads an attribute of what names like ``owner`` lead to, or None.
+
+        A variable that is set right after such a name counts as one.
+        """
         using = (code for (code, _), names in self._functions.items() if attribute in names)
-        return next((code.co_name for code in using if _reads_from(code, attribute, word)), None)
+        return next((code.co_name for code in using if _reads_from(code, attribute, owner)), None)
 
     def caller_of(self, functions: Collection[str]) -> str | None:
         """Return the name of a function that names one of ``functions``; None if none does.
@@ -342,15 +347,21 @@ def _reads(code: types.CodeType, attribute: str, not_of: Collection[str]) -> boo
     return any(_reads(each, attribute, not_of) for each in inner)
 
 
-def _reads_from(code: types.CodeType, attribute: str, word: str) -> bool:
-    before: list[str] = []  # what the last instructions name
+def _reads_from(code: types.CodeType, attribute: str, owner: re.Pattern[str]) -> bool:
+    before, variables = list[str](), set[str]()  # what the last instructions name, and what was set to an owner
+    is_loaded = False  # by the last instruction alone, as `opt` in `opt.state`; not so in `get_opt(0).state`
     for instruction in dis.get_instructions(code):
-        is_read = instruction.opname in _READ and instruction.argval == attribute
-        if is_read and any(word in name for name in before):
+        operation, argument = instruction.opname, instruction.argval
+        names = [*map(str, argument)] if isinstance(argument, tuple) else [str(argument)]  # two, from Python 3.13 on
+        is_owner = any(owner.search(each) or each in variables for each in (before[-1:] if is_loaded else before))
+        if is_owner and operation in _READ and argument == attribute:
             return True
-        before = [*before[-4:], str(instruction.argval)]
+        if is_owner and operation.startswith("STORE_FAST"):
+            variables.update(names)
+        before = names[1:] if operation.startswith(_ENDS) else [*before[-_NEAR:], *names]
+        is_loaded = operation.startswith("LOAD") or len(names) > 1
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return any(_reads_from(each, attribute, word) for each in inner)
+    return any(_reads_from(each, attribute, owner) for each in inner)
 
 
 def _names_function(code: types.CodeType, functions: Collection[str]) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 _SEE_GRADIENTS: Final = ("on_after_backward", "on_before_optimizer_step")
 _SEE_GRADIENTS_IN_MODULE: Final = (*_SEE_GRADIENTS, "configure_gradient_clipping")
 # Functions of torch and Lightning that look at gradients.
+_OPTIMIZER: Final = re.compile(r"optim|(^|_)opts?(_|$)")
 _READERS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "grad_norm")
 # Hooks that run once a batch. User code that overrides one may change weights there.
 _CHANGE_WEIGHTS: Final = (
@@ -76,7 +78,7 @@ def _reader_of_gradients(trainer: pl.Trainer, survey: Survey) -> str | None:
 
 def reader_of_states(trainer: pl.Trainer, survey: Survey) -> str | None:
     """Return the name of a function of the user's that may look at the state of an optimizer; None if none does."""
-    return _code_of(trainer, survey).reader_from("state", "opt")
+    return _code_of(trainer, survey).reader_from("state", _OPTIMIZER)
 
 
 def _code_of(trainer: pl.Trainer, survey: Survey, without_methods: Collection[str] = ()) -> UserCode:

@@ -227,6 +227,15 @@ def looks_at_the_strategy(trainer: Any, pl_module: Any, *_: Any) -> None:
     optimizer.before = lambda: trainer.strategy.unwrap(trainer).state.step
 
 
+def forgets(trainer: Any, pl_module: Any, *_: Any) -> None:
+    for each in pl_module.optimizers(use_pl_optimizer=False):
+        each.state.clear()
+
+
+def has_options(trainer: Any, pl_module: Any, *_: Any) -> None:
+    pl_module.log("done", pl_module.options.state + pl_module.adopted.state)
+
+
 def drops_one(trainer: Any, pl_module: Any, *_: Any) -> None:
     trainer.optimizers[0].state[pl_module.layer.weight].clear()
 
@@ -235,6 +244,8 @@ def drops_one(trainer: Any, pl_module: Any, *_: Any) -> None:
     ("hook", "found"),
     [
         (drops_one, "drops_one"),
+        (forgets, "forgets"),
+        (has_options, None),
         (looks_at_the_strategy, None),
         (halves_momentum, "halves_momentum"),
         (looks_at_its_own_state, None),
