@@ -225,8 +225,3 @@ def _register(group: ProcessGroup, name: Any, backend: str, store: Store, tag: s
     for each in (own_tag,) if tag else ("", own_tag):
         world.tags_to_pg.setdefault(each, []).append(group)
     world.pg_to_tag[group] = own_tag
-
-
-def registered_groups() -> list[ProcessGroup]:
-    """Return all process groups that torch knows in this process."""
-    return list(distributed_c10d._world.pg_map)

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
-from lightning_replica._compat.groups import registered_groups
 from lightning_replica._compat.lightning_names import _Metadata, _ResultCollection, _ResultMetric, _Sync, pl
-from lightning_replica._compat.torch import data_version
+from lightning_replica._compat.torch import data_version, registered_groups
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report, warn
@@ -250,14 +249,18 @@ def _import(metric: _ResultMetric, entry: dict[str, Any], device: torch.device) 
 
 def _new(entry: dict[str, Any], sync: Callable[..., Any], module: torch.nn.Module) -> _ResultMetric:
     meta = _Metadata(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduction"]])
-    key = entry.get("group")  # a checkpoint of an earlier version has none
-    handles = (each for each in registered_groups() if isinstance(each, Handle)) if key is not None else ()
-    group = next((each for each in handles if each.key == key), None)
+    group = _group_of(entry.get("group"))  # a checkpoint of an earlier version has none
     meta.sync = _Sync(_should=entry["sync"], fn=sync, rank_zero_only=entry["rank_zero_only"], _group=group)
     metric = _ResultMetric(meta, is_tensor="value" in entry["tensors"])
     if not metric.is_tensor:
         metric.value = module.get_submodule(str(meta.metric_attribute))
     return metric
+
+
+def _group_of(key: str | None) -> Handle | None:
+    """Return the group of this process that has the key which another process has sent."""
+    handles = [each for each in registered_groups() if isinstance(each, Handle)] if key is not None else []
+    return next((each for each in handles if each.key == key), None)
 
 
 def to_plain(value: Any) -> list[Any] | None:

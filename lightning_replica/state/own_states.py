@@ -28,11 +28,13 @@ from lightning_replica.state.atoms import ATOMS, is_same_atom
 _LARGE_BYTES = 64 * 1024
 _MANY = 64  # elements; a larger tensor among the logged values is not mirrored
 _DEEP = 16  # containers in containers; deeper ones are not followed, because they may contain themselves
-_MODES = (
+MODES = (
     *("val_seen", "val_has_run", "logger_fx", "training", "accumulate", "gradient", "requires_grad", "should_stop"),
     *("scheduler_configs", "precision", "fit_loop", "epoch_loop", "trainer", "settings", "buffers_due", "momenta"),
 )
-_MODES_BYTES = 2**22  # of one of them; it is sent when it changes
+"""What code sets on each rank, by its name in a snapshot's replicated part: modes of modules, limits, settings."""
+
+MODES_BYTES = 2**22  # of one of them, as the modes of many modules
 _NUMBERS = frozenset((type(None), bool, int, float))
 _TENSORS = (Tensor, nn.Parameter)
 
@@ -59,10 +61,11 @@ class States:
     Args:
         what: What the states belong to, for messages.
         report: Called with a state that is not mirrored.
+        most: The size up to which a state is mirrored.
     """
 
-    def __init__(self, what: str = "", report: Report = warn) -> None:
-        self._what, self._report = what, report
+    def __init__(self, what: str = "", report: Report = warn, most: int = _LARGE_BYTES) -> None:
+        self._what, self._report, self._most = what, report, most
         self._kept: dict[str, _Kept] = {}
 
     def take(self, key: str, owner: object, state: Any, is_recorded: bool = False) -> Any:
@@ -81,7 +84,7 @@ class States:
         """
         known = self._kept.get(key)
         if known is None or not _is_same(state, known.copy, known.tensors):
-            packed = _packed(state)
+            packed = _packed(state, self._most)
             copied = copy.deepcopy(state) if packed or not is_recorded else None
             module = type(owner).__module__
             own = not is_of_lightning(module) and module.partition(".")[0] != "torch"
@@ -123,32 +126,6 @@ class Logged:
         packed = plain.pack_lists(rows)
         self._packed = packed if len(packed) <= _LARGE_BYTES else b""
         return self._packed
-
-
-class Modes:
-    """Packs what code sets on each rank: modes of modules, limits of the trainer, settings of the process.
-
-    Args:
-        report: Called with what is not mirrored.
-    """
-
-    def __init__(self, report: Report = warn) -> None:
-        self._report = report
-        self._values: dict[str, Any] = {}
-        self._packed: dict[str, bytes] = {}
-
-    def pack(self, replicated: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-        """Pack the values of a snapshot's replicated part that are named in `_MODES`, by name."""
-        for name in _MODES:
-            value = replicated[name]
-            if name in self._values and _is_same(value, self._values[name], {}):
-                continue
-            self._values[name] = copy.deepcopy(value)
-            self._packed[name] = _packed(value, _MODES_BYTES)
-            if not self._packed[name]:
-                why = "it is large or no plain data, so a replaced rank takes that of a peer, which may be another"
-                self._report(f"{name!r} of the trainer's state", why, "unknown")
-        return [*self._packed.items()]
 
 
 class Own:
@@ -198,7 +175,7 @@ def put(replicated: dict[str, Any], own: bytes | plain.Pieces) -> None:
         replicated["logged"] = _logged_of(logged, replicated["logged"])
 
 
-def _packed(state: Any, most: int = _LARGE_BYTES) -> bytes:
+def _packed(state: Any, most: int) -> bytes:
     if _room_after(state, most, 0) < 0:
         return b""
     try:

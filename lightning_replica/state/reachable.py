@@ -430,10 +430,7 @@ def _roots(trainer: pl.Trainer, tree: Tree, callbacks: Iterable[Any], all_tensor
 
 @functools.cache
 def _settings_of(cls: type[pl.Callback]) -> tuple[str, ...]:
-    """Return the names of attributes of Lightning's callbacks that are in no ``state_dict``, and that code may change.
-
-    Those that are called as parameters are settings.
-    """
+    """Return the names of a callback's settings: its attributes that have the name of a parameter of its class."""
     return tuple(name for name in inspect.signature(cls.__init__).parameters if name != "self")
 
 

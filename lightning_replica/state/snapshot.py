@@ -48,7 +48,7 @@ from lightning_replica.state.metrics import (
 )
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import Taken
-from lightning_replica.state.own_states import Logged, Modes, Own, States
+from lightning_replica.state.own_states import MODES, MODES_BYTES, Logged, Own, States
 from lightning_replica.state.reachable import Reachable, is_users_scheduler
 from lightning_replica.state.structure import Structure
 
@@ -96,7 +96,8 @@ class Snapshot:
         packed_outline: What the module consists of, as it is mirrored.
         schedulers: The scheduler configs themselves, which callbacks may replace, with their schedulers; None on a
             replacement.
-        trainer_callbacks: The callbacks, which may remove themselves; None on a replacement.
+        trainer_callbacks: The callbacks, which may remove themselves; None on a replacement. They are put back before
+            their states are, and with all else that the trainer refers to.
         frozen: What parameters held that no shard holds, as far as they change; empty on a replacement.
         structure: What the module consists of; None if the snapshot came from a checkpoint.
     """
@@ -251,14 +252,17 @@ class Copies:
         self.structure: Structure | None = None
         self.tree: Tree | None = None
         self.metrics = MetricStates(report)
-        self._logged, self._modes, self._own = Logged(), Modes(report), Own()
+        self._modes = States("the trainer:", report, MODES_BYTES)
+        self._logged, self._own = Logged(), Own()
         self._mirrored: tuple[Taken | None, plain.Pieces] = None, plain.Pieces()
 
-    def own(self, replicated: dict[str, Any]) -> plain.Pieces:
+    def own(self, trainer: pl.Trainer, replicated: dict[str, Any]) -> plain.Pieces:
         """Pack the part of ``replicated``, just taken with these copies, that may differ between ranks."""
         schedulers = [self.schedulers.packed(str(place)) for place in range(len(replicated["schedulers"]))]
-        modes, logged = self._modes.pack(replicated), self._logged.pack(replicated["logged"])
-        return self._own.pack(schedulers, self.callbacks.packed, modes, logged)
+        for name in MODES:
+            self._modes.take(name, trainer, replicated[name])
+        modes = [(name, self._modes.packed(name)) for name in MODES]
+        return self._own.pack(schedulers, self.callbacks.packed, modes, self._logged.pack(replicated["logged"]))
 
     def mirrored(self, reached: Taken) -> plain.Pieces:
         """Pack the part of what `Reachable.take` returned that is mirrored; empty if nothing has changed."""
@@ -427,7 +431,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     tree = copies.tree = Tree.of(trainer.lightning_module, copies.tree)
     replicated = _capture(trainer, tree, copies, kind == "batch", whole)
     taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree, copies.metrics)
-    taken.own = copies.own(replicated)
+    taken.own = copies.own(trainer, replicated)
     taken.reached = copies.reachable.take(tree, kind == "batch", whole)
     taken.mirrored = copies.mirrored(taken.reached)
     taken.buffers, taken.packed_buffers = copies.buffers.own, copies.buffers.packed()

@@ -364,16 +364,9 @@ class OwnLoader(Kind):
 
 
 class _Levels(DataLoader[Any]):
-    """Has something that hooks change, and the iterator that it has returned."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.levels = [0]
-        self.former: Any = None
-
-    def _get_iterator(self) -> Any:
-        self.former = super()._get_iterator()
-        return self.former
 
 
 class LoaderWithAttributes(Kind):

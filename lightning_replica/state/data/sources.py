@@ -103,11 +103,7 @@ class Sources:
     ) -> None:
         self.changed_by_loading = dict(changed)
         self._found = found = list(objects)
-        roots = [
-            Root(each, f"{type(each).__name__} of the loader", own=_of_others(each), most=_most_of(each))
-            for each in found
-            if _has_state(each)
-        ]
+        roots = [_root_of(each, f"{type(each).__name__} of the loader") for each in found if _has_state(each)]
         if len({root.name for root in roots}) < len(roots):
             roots = [replace(root, name=f"{root.name}, {place}") for place, root in enumerate(roots)]
         rest = {f"{type(each).__name__}_{place}": each for place, each in enumerate(found) if not _has_state(each)}
@@ -202,7 +198,7 @@ class Sources:
 
     def _leave_iterators(self) -> None:
         """Leave out what an attribute of a loader holds once it iterates itself: the position says how far that is."""
-        roots = [_without_iterators(root) for root in self._own_roots]
+        roots = [_without_iterators(root) if isinstance(root.value, DataLoader) else root for root in self._own_roots]
         if roots != self._own_roots:
             self._own_roots = self._roots = roots
             if self._owners:
@@ -431,20 +427,15 @@ def _is_known(source: Any) -> bool:
     return is_of_lightning(module) or module.partition(".")[0] in ("torch", "builtins", "lightning_replica")
 
 
-def _of_others(source: Any) -> frozenset[str]:
-    """Return the names of a source's attributes that other code restores, or that are sources themselves."""
+def _root_of(source: Any, name: str) -> Root:
+    """Return where the walk over a source begins, without what other code restores or is a source itself."""
     if isinstance(source, DataLoader):
-        return _OF_LOADERS | {name for name in vars(source) if name.startswith("__")}  # what Lightning has noted there
-    return _OF_OTHERS if _is_known(source) else frozenset()
-
-
-def _most_of(source: Any) -> int | None:
-    return MOST if isinstance(source, DataLoader) else None
+        of_lightning = {each for each in vars(source) if each.startswith("__")}  # how the loader was made
+        return Root(source, name, own=_OF_LOADERS | of_lightning, most=MOST)
+    return Root(source, name, own=_OF_OTHERS if _is_known(source) else frozenset())
 
 
 def _without_iterators(root: Root) -> Root:
-    if not isinstance(root.value, DataLoader):
-        return root
     found = {name for name, value in vars(root.value).items() if isinstance(value, _BaseDataLoaderIter)}
     return root if found <= root.own else replace(root, own=root.own | found)
 

@@ -120,17 +120,8 @@ _CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.", "torch._op
 _OPEN_MODULES: Final = ("torch.distributed.algorithms.", "torch.distributed.optim.")  # of those, what counts steps
 _CLOSED_OF_LIGHTNING: Final = (
     *("accelerators.", "cli.", "connector.", "core.optimizer.", "fabric.", "loggers.", "loops.", "overrides."),
-    *(
-        "plugins.",
-        "profilers.",
-        "serve.",
-        "strategies.",
-        "trainer.",
-        "tuner.",
-        "utilities.combined_loader.",
-        "utilities.data.",
-    ),
-    "wrappers.",
+    *("plugins.", "profilers.", "serve.", "strategies.", "trainer.", "tuner.", "wrappers."),
+    *("utilities.combined_loader.", "utilities.data."),
 )
 # Part of something that runs: to put its attributes back would break it.
 LIVE: Final = (

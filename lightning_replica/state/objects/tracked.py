@@ -290,7 +290,7 @@ def _changed(
     moved = _Moved(capture, first, touched)
     if not moved.any() and not all_changed:
         return
-    is_below = moved.any_beside(known)
+    is_below = moved.any(but=known)
     for root in capture.roots:
         record, before_it = capture.attributes_of(root), first.records.get(id(root.value))
         was = dict(zip(before_it.names, before_it.values, strict=True)) if isinstance(before_it, Attributes) else {}
@@ -299,7 +299,7 @@ def _changed(
             for name, value in zip(record.names, record.values, strict=True)
             if (all_changed and not root.of_process)
             or name not in was
-            or _is_other(value, was[name])
+            or _is_exchanged(value, was[name])
             or (is_below and _leads_to_moved(value, moved, capture, known))
         }
         if names:
@@ -322,19 +322,16 @@ class _Moved:
     def __contains__(self, key: int) -> bool:
         return key in self._written or (key in self._touched and self._is_other(key))
 
-    def any(self) -> bool:
-        return bool(self._written) or any(map(self._is_other, self._touched))
-
-    def any_beside(self, known: frozenset[int]) -> bool:
-        """Return whether anything has moved that an attribute may lead to, so that it pays to look."""
+    def any(self, but: frozenset[int] = frozenset()) -> bool:
+        """Return whether anything has moved ``but`` objects with these ``id``, to which no attribute leads."""
         keys = chain(self._written, filter(self._is_other, self._touched))
-        return any(key not in known and ~key not in known for key in keys)
+        return any(key not in but and ~key not in but for key in keys)
 
     def _is_other(self, key: int) -> bool:
         return key in self._now and self._before.get(key) is not self._now[key]
 
 
-def _is_other(now: Any, then: Any) -> bool:
+def _is_exchanged(now: Any, then: Any) -> bool:
     return now is not then and not (type(now) in ATOMS and is_same_atom(now, then))
 
 

@@ -133,6 +133,7 @@ def test_a_replaced_rank_reads_the_same_data(name: str, untouched: Path, tmp_pat
     outcome = start([(name, PLANS[name], None, *FAULTS[name])], tmp_path)
     assert all((tmp_path / f"{name}.{number}").exists() for number in range(len(FAULTS[name])))
     assert len(outcome.said) == sum(fault.kind == "kill" for fault in FAULTS[name])
+    assert "of the loader" not in outcome.logs  # nothing is named that does go back
     check_same(name, tmp_path, untouched)
 
 

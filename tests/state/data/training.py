@@ -80,13 +80,15 @@ class OwnOrder(Sampler[int]):
 
 
 class OwnLoader(DataLoader[Tensor]):
-    """Draws other data each time it is iterated, by a counter of its own."""
+    """Draws other data each time it is iterated, by a counter of its own, and keeps the iterator."""
 
     epochs = 0
+    batches: Any = None
 
     def __iter__(self) -> Any:
         self.epochs += 1
-        return (batch + self.epochs for batch in super().__iter__())
+        self.batches = super().__iter__()
+        return (batch + self.epochs for batch in self.batches)
 
 
 def fresh() -> DataLoader[Tensor]:
