@@ -157,15 +157,15 @@ class Saves(Callback):
 
     def ours(self, path: Path, trainer: Any) -> tuple[float, float]:
         began = time.monotonic()
-        trainer.strategy.save_periodic(path)
+        trainer.strategy.run_checkpoints.save(path)
         passed = time.monotonic() - began
         return passed, passed
 
     def ours_async(self, path: Path, trainer: Any) -> tuple[float, float]:
         began = time.monotonic()
-        trainer.strategy.save_async(path)
+        trainer.strategy.run_checkpoints.save_async(path)
         paused = time.monotonic() - began
-        assert trainer.strategy.settle_save(path)
+        assert trainer.strategy.run_checkpoints.settle(path)
         return paused, time.monotonic() - began
 
     def dcp(self, path: Path, trainer: Any) -> tuple[float, float]:

@@ -74,10 +74,10 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls `Checkpo
             self._save(trainer, asynchronous=False, then="This was the last checkpoint of this run.")
 
     def _save(self, trainer: pl.Trainer, asynchronous: bool, then: str) -> None:
-        strategy: Any = trainer.strategy
+        checkpoints, path = self._run_checkpoints(trainer), self.directory.path_of(trainer.global_step)
         step, self._under_way = trainer.global_step, None
         try:
-            (strategy.save_async if asynchronous else strategy.save_periodic)(self.directory.path_of(step))
+            (checkpoints.save_async if asynchronous else checkpoints.save)(path)
         except CheckpointError as error:  # raised on every rank
             self._bear(trainer, step, error, then)
         else:
@@ -88,13 +88,11 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls `Checkpo
         step, self._under_way = self._under_way, None
         if step is None:
             return True
-        strategy: Any = trainer.strategy
         try:
-            whole: bool = strategy.settle_save(self.directory.path_of(step))
+            return self._run_checkpoints(trainer).settle(self.directory.path_of(step))
         except CheckpointError as error:  # raised on every rank
             self._bear(trainer, step, error, then)
             return False
-        return whole
 
     def _bear(self, trainer: pl.Trainer, step: int, error: CheckpointError, then: str) -> None:
         """Say that the checkpoint of ``step`` could not be written; raise ``error`` if that ends the run."""

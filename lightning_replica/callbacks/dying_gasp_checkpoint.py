@@ -37,5 +37,4 @@ class DyingGaspCheckpoint(RunDirectory):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prepare the directory, and make the strategy write the dying gasp there from now on."""
         super().on_fit_start(trainer, pl_module)
-        strategy: Any = trainer.strategy
-        strategy.gasps_to(self.directory)
+        self._run_checkpoints(trainer).gasp_to(self.directory)

@@ -1,14 +1,14 @@
 """The base class of callbacks that write to the directory of a run's checkpoints."""
 
 from pathlib import Path
-from typing import Any
 
 from lightning_replica._compat.lightning_names import Callback, pl, rank_zero_only
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import absolute, by_kind
 from lightning_replica.core.messages import warn
 from lightning_replica.core.runtime import directory_of_this_start
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.trainer.saving.run_checkpoints import RunCheckpoints
+from lightning_replica.trainer.strategy import replica_strategy
 
 
 class RunDirectory(Callback):
@@ -36,16 +36,14 @@ class RunDirectory(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise an error for other strategies, which would never write to the directory."""
-        if not hasattr(trainer.strategy, "publishes_to"):
-            raise ConfigurationError(
-                f"{type(self).__name__} needs `Trainer(strategy='replica_zero')`; this one has"
-                f" {type(trainer.strategy).__name__}. Leave the callback out, or change the strategy."
-            )
+        replica_strategy(trainer, self)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the directory, and write checkpoints to it."""
-        strategy: Any = trainer.strategy
-        strategy.publishes_to(self.directory, self._keep_last)
+        self._run_checkpoints(trainer).publish_to(self.directory, self._keep_last)
+
+    def _run_checkpoints(self, trainer: pl.Trainer) -> RunCheckpoints:
+        return replica_strategy(trainer, self).run_checkpoints
 
 
 def _warn_if_of_this_start(path: Path) -> None:

@@ -20,6 +20,7 @@ from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.recovery.incident import Incident
 from lightning_replica.report.log import IncidentLog
+from lightning_replica.trainer.strategy import replica_strategy
 
 VARIABLE = "LIGHTNING_REPLICA_CHAOS"
 PLACES, STRUCK, INCIDENTS = "places{}.json", "struck.jsonl", "incidents.jsonl"
@@ -133,10 +134,9 @@ class _Saves(pl.Callback):
         self._directory = CheckpointDirectory(folder)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy: Any = trainer.strategy
         if trainer.is_global_zero:
             self._directory.prepare()
-        strategy.gasps_to(self._directory)
+        replica_strategy(trainer, self).run_checkpoints.gasp_to(self._directory)
 
 
 class _Map(PlaceCallback):
@@ -148,7 +148,7 @@ class _Map(PlaceCallback):
         self._last: dict[str, int] = defaultdict(int)
 
     def reach(self, trainer: pl.Trainer, place: Place) -> None:
-        self._last[place] = trainer.strategy.state.step  # type: ignore[attr-defined]
+        self._last[place] = replica_strategy(trainer, self).state.step
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         (self._folder / PLACES.format(trainer.global_rank)).write_text(json.dumps(self._last))

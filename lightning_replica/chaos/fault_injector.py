@@ -20,6 +20,7 @@ from lightning_replica.core.lines import append
 from lightning_replica.core.points import PHASES
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.trainer.session import Session
+from lightning_replica.trainer.strategy import replica_strategy
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +93,7 @@ class FaultInjector(PlaceCallback):
         """
         if stage != "fit":
             return
-        session = getattr(trainer.strategy, "session", None)
-        if session is None:
-            raise ConfigurationError(
-                f"FaultInjector needs `Trainer(strategy='replica_zero')`, but this Trainer has"
-                f" {type(trainer.strategy).__name__}, which would not survive the faults."
-            )
+        session = replica_strategy(trainer, self).session
         world_size = session.world.size
         for fault in self._listed:
             if fault.rank >= world_size:
@@ -120,7 +116,7 @@ class FaultInjector(PlaceCallback):
         """Make this rank fail if one of its faults is due at this place."""
         if self._ledger is None or not any(fault.point == place for fault in self._mine.values()):
             return
-        state = trainer.strategy.state  # type: ignore[attr-defined]
+        state = replica_strategy(trainer, self).state
         for number, fault in list(self._mine.items()):
             if fault.point != place or fault.step > state.step:
                 continue

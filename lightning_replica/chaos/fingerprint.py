@@ -16,11 +16,10 @@ from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core import checks
 from lightning_replica.core.lines import append
-from lightning_replica.errors import ConfigurationError
 from lightning_replica.state.objects.contents import is_content, plain_of
 from lightning_replica.state.objects.signature import digest_of
 from lightning_replica.state.reachable import signature_of_all
-from lightning_replica.trainer.strategy import ReplicaZeroStrategy
+from lightning_replica.trainer.strategy import replica_strategy
 
 _ATOMS: Final = (bool, int, float, complex, str, bytes)
 _HASHED: Final = (*_ATOMS, Tensor, np.ndarray)
@@ -104,11 +103,7 @@ class Fingerprint(pl.Callback):
         """
         if stage != "fit":
             return
-        if getattr(trainer.strategy, "session", None) is None:
-            raise ConfigurationError(
-                "Fingerprint needs `Trainer(strategy='replica_zero')`, but this Trainer has"
-                f" {type(trainer.strategy).__name__}."
-            )
+        replica_strategy(trainer, self)
         self._fit += 1
         self._begun = (-1, -1, -1)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -116,12 +111,12 @@ class Fingerprint(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Write a hash of the batch."""
-        self._begun = (trainer.current_epoch, batch_idx, _strategy(trainer).state.step)
+        self._begun = (trainer.current_epoch, batch_idx, replica_strategy(trainer, self).state.step)
         self._write(trainer, {"batch": [trainer.current_epoch, batch_idx], "data": digest(batch)})
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write the state if a step was made: always so if the tail of a batch before the newest is done again."""
-        step = _strategy(trainer).state.step
+        step = replica_strategy(trainer, self).state.step
         if self._begun != (trainer.current_epoch, batch_idx, step) and step % self._every == 0:
             self._write(trainer, {"step": step, **self._state(trainer)})
             self._write_objects(trainer, step)
@@ -135,7 +130,7 @@ class Fingerprint(pl.Callback):
             "metrics": digest({name: trainer.callback_metrics[name] for name in sorted(trainer.callback_metrics)}),
             "progress": [trainer.global_step, trainer.current_epoch],
         }
-        self._write(trainer, {"end": _strategy(trainer).state.step, **self._state(trainer), **end})
+        self._write(trainer, {"end": replica_strategy(trainer, self).state.step, **self._state(trainer), **end})
         self._write_objects(trainer, "end")
 
     def _write_objects(self, trainer: pl.Trainer, at: int | str) -> None:
@@ -143,19 +138,15 @@ class Fingerprint(pl.Callback):
             self._write(trainer, {"at": at, "objects": signature_of_all(trainer)})
 
     def _state(self, trainer: pl.Trainer) -> dict[str, str]:
-        state = _strategy(trainer).state
+        strategy = replica_strategy(trainer, self)
         module = trainer.lightning_module
         tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers())
         return {
             "weights": digest(*map(local_of, tensors)),
-            "shard": digest(*[tensor for name, tensor in state.shard() if name == "main"]),
-            "optimizer": digest(*[piece.state for sharded in state.optimizers for piece in sharded.pieces]),
-            "random": digest(_strategy(trainer).session.world.device.rng_state()),
+            "shard": digest(*[tensor for name, tensor in strategy.state.shard() if name == "main"]),
+            "optimizer": digest(*[piece.state for sharded in strategy.state.optimizers for piece in sharded.pieces]),
+            "random": digest(strategy.session.world.device.rng_state()),
         }
 
     def _write(self, trainer: pl.Trainer, record: dict[str, Any]) -> None:
         append(self._folder / f"rank{trainer.global_rank}.jsonl", json.dumps({"fit": self._fit, **record}) + "\n")
-
-
-def _strategy(trainer: pl.Trainer) -> ReplicaZeroStrategy:
-    return trainer.strategy  # type: ignore[return-value]

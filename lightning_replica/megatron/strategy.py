@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_replica._compat import megatron
 from lightning_replica._compat.lightning_names import Accelerator, CheckpointIO, ClusterEnvironment, Precision, pl
 from lightning_replica.checkpoint.directory import may_be_sharded
-from lightning_replica.checkpoint.location import locate
+from lightning_replica.checkpoint.location import Location
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.grids import Grids
@@ -27,7 +27,7 @@ from lightning_replica.megatron.schedule import ForwardStep, Losses, size_of, sp
 from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.sharding.engine import ReduceDtype
 from lightning_replica.trainer.model_part import ModelPart
-from lightning_replica.trainer.saving.checkpoints import is_absent, weights_of_part
+from lightning_replica.trainer.saving.checkpoints import weights_of_part
 from lightning_replica.trainer.saving.which_checkpoint import Resume
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
@@ -230,15 +230,9 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         part = part_of(module, self._sizes, self.global_rank, self.world_size, bool(self.grids.experts))
         return replace(part, counts_zeros=self._counts_zeros)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; outside of a fit, only the weights of this rank's part of the model.
-
-        Raises:
-            CheckpointError: If it is damaged, or of another model.
-        """
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        path, module = locate(checkpoint_path), self.lightning_module
-        if self._is_fitting or is_absent(checkpoint) or module is None or not may_be_sharded(path):
+    def _of_own_part(self, checkpoint: dict[str, Any], path: Location) -> dict[str, Any]:
+        module = self.lightning_module
+        if self._is_fitting or module is None or not may_be_sharded(path):
             return checkpoint
         return {**checkpoint, "state_dict": weights_of_part(path, self.part(), module, checkpoint["state_dict"])}
 

@@ -62,8 +62,11 @@ _ACT_ON_STEPS: Final = (Checkpoint, LearningRateMonitor, ProgressBar, Timer, Wei
 class FitStrategy(Protocol):
     """What the loops use of the strategy."""
 
-    joining: Joining | None
     _lightning_optimizers: list[Any]
+
+    @property
+    def joining(self) -> Joining | None:
+        """Joins ranks with different numbers of batches, if the user wants that."""
 
     @property
     def training(self) -> Training:

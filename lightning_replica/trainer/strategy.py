@@ -1,19 +1,24 @@
 """`ReplicaZeroStrategy`: the strategy that Lightning calls."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_replica._compat.dtensor import is_shared, like, local_of
+from lightning_replica._compat.lightning import after_saves, give_mesh, writes_archives
 from lightning_replica._compat.lightning_names import (
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
     DDPStrategy,
+    ParallelStrategy,
     Precision,
     TrainerFn,
     _StrategyRegistry,
@@ -23,9 +28,13 @@ from lightning_replica._compat.lightning_names import (
 )
 from lightning_replica._compat.packages import describe
 from lightning_replica._compat.swa import leave_functions_out_of_states
+from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
+from lightning_replica.checkpoint.directory import exists
+from lightning_replica.checkpoint.location import Location, locate
 from lightning_replica.control.run_on_rank0 import run_on_rank0
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
+from lightning_replica.core.grids import Grids
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.messages import say
 from lightning_replica.core.options import OnInexact, RecoveryOptions
@@ -39,19 +48,27 @@ from lightning_replica.sharding.engine import Engine, EngineSettings, Partition,
 from lightning_replica.state import logger_runs
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer import fit_loop
+from lightning_replica.trainer.collectives import Collectives
 from lightning_replica.trainer.extension import extension
 from lightning_replica.trainer.hooks import combined
 from lightning_replica.trainer.joining import Joining, UnevenInputs, check_uneven_inputs
-from lightning_replica.trainer.model_parallel import ModelParallel
+from lightning_replica.trainer.lengths import check_sized
+from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.precision import ShardedStep, fit_to_device, sharded
-from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType
+from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType, absent, is_absent
+from lightning_replica.trainer.saving.run_checkpoints import RunCheckpoints
 from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheckpoint
 from lightning_replica.trainer.session import Session, join
 from lightning_replica.trainer.steps import Training
 from lightning_replica.trainer.tensor_parallel import TensorParallel
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-class ReplicaZeroStrategy(ModelParallel):
+log = logging.getLogger(__name__)
+
+
+class ReplicaZeroStrategy(ParallelStrategy):
     """Data parallelism with sharded optimizer state, every shard held by several ranks; a lost rank is replaced.
 
     Args:
@@ -175,10 +192,11 @@ class ReplicaZeroStrategy(ModelParallel):
         self._num_nodes = 1
         self._uneven_inputs = uneven_inputs
         self._divides_by_all = divide_by_initial_world_size
-        self._session: Session | None = None
+        self._collectives = Collectives()
         self._training: Training | None = None
+        self._run_checkpoints: RunCheckpoints | None = None
         self._tensor = TensorParallel(tensor_parallel_size)
-        self._mesh = None
+        self._mesh: DeviceMesh | None = None
         self._checkpoints = Checkpoints(self._tensor.form_of_checkpoints(state_dict_type, partition))
         self._accumulating = False
         self._step_done: Snapshot | None = None  # the tail that is done again
@@ -220,6 +238,34 @@ class ReplicaZeroStrategy(ModelParallel):
     def world_size(self) -> int:
         """Number of ranks on all nodes."""
         return self._num_nodes * self.num_processes
+
+    @property
+    def grids(self) -> Grids:
+        """Which rank owns which shard: one grid, or one for each tensor rank."""
+        return self._tensor.grids(self.world_size, self._replicas, self._num_nodes)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of the sampler, by which every rank reads its own part of the data; tensor ranks read the same."""
+        return {"num_replicas": self._tensor.copies(self.world_size), "rank": self._tensor.copy(self.global_rank)}
+
+    @property
+    def device_mesh(self) -> "DeviceMesh":
+        """The mesh of all ranks, with the dimensions "data_parallel" and "tensor_parallel", as under Lightning's own.
+
+        Raises:
+            ReplicaError: Without tensor parallelism, or before the ranks are set up.
+        """
+        if self._mesh is None:
+            raise ReplicaError(
+                "There is no device mesh: it exists with `ReplicaZeroStrategy(tensor_parallel_size=...)` of at least 2,"
+                " from `configure_model` on."
+            )
+        return self._mesh
+
+    def part(self) -> ModelPart:
+        """Return which part of the model this rank has."""
+        return self._tensor.part(self.lightning_module, self.global_rank)
 
     @property
     def root_device(self) -> torch.device:
@@ -288,14 +334,24 @@ class ReplicaZeroStrategy(ModelParallel):
             trainer = self.lightning_module.trainer if self.lightning_module is not None else None
             options = self.options_for(trainer)
             enter = partial(rank_context, self.cluster_environment, self.global_rank, self.num_nodes)
-            self._session = join(self.grids, self.global_rank, enter, self._device(), self._timeout_s, options)
+            session = join(self.grids, self.global_rank, enter, self._device(), self._timeout_s, options)
+            self._collectives.session = session
             if trainer is not None:
-                self._session.handoff.journal.may_leave_out(partial(getattr, trainer, "sanity_checking"))
-                if self._session.is_replacement:
-                    self._session.handoff.leave_out(trainer, self._session.fits, self.is_global_zero)
-            self._make_mesh(self._device().kind)
+                session.handoff.journal.may_leave_out(partial(getattr, trainer, "sanity_checking"))
+                if session.is_replacement:
+                    session.handoff.leave_out(trainer, session.fits, self.is_global_zero)
+            self._make_mesh()
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 extension().enter(trainer)
+
+    def _make_mesh(self) -> None:
+        """Give the LightningModule a mesh of all devices, for its ``configure_model``. Collective."""
+        if not self._tensor.on:
+            return
+        if self._mesh is None:
+            self._mesh = self._tensor.mesh(self._device().kind, self.world_size)
+        if self.lightning_module is not None:
+            give_mesh(self.lightning_module, self._mesh)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model and, for a fit, lay out the parameters and shard the optimizers."""
@@ -311,28 +367,98 @@ class ReplicaZeroStrategy(ModelParallel):
         if not self.session.is_replacement:
             self._sync_module()
         if fitting:
-            moved = self.session.compare_runtimes()
-            self.session.compare_models(trainer.lightning_module)
-            fit_loop.adopt(trainer, self)
-            if self._uneven_inputs == "join":
-                self.joining = Joining(trainer, self._divides_by_all)
-            if not self.session.is_replacement:
-                self.session.handoff.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
-                logger_runs.leave(self.session.world.generations.store, self.global_rank)
-            self.setup_optimizers(trainer)
-            self._training = Training(
-                trainer,
-                self.session,
-                self.precision_plugin,
-                self.optimizers,
-                self._sharding,
-                self._whole_gradients,
-                self.part(),
-                self.joining,
-            )
-            for name, why in moved.items():
-                self._training.inexact.report(name, why, "once")
+            self._setup_fit(trainer)
         self.setup_precision_plugin()
+
+    def _sync_module(self) -> None:
+        """Give every rank of a grid the parameters and buffers of its first, as under DDP.
+
+        What all tensor ranks have is rank 0's everywhere.
+        """
+        if self.model is None:
+            return
+        part, world = self.part(), self.session.world
+        with torch.no_grad():
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                own = local_of(tensor)
+                members = world.groups.of_grids[part.is_expert(name)].members
+                group = world.groups.world if self._tensor.on and is_shared(tensor) else members
+                work = dist.broadcast(own.data, group=group, group_src=0, async_op=True)
+                world.wait(work, own)
+
+    def model_to_device(self) -> None:
+        """Move the model to this rank's device, unless all of it is there: torch cannot move a DTensor at any time."""
+        if self.model is None:
+            return
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        if not self._tensor.on or any(tensor.device != self.root_device for tensor in tensors):
+            self.model.to(self.root_device)
+
+    def _setup_fit(self, trainer: pl.Trainer) -> None:
+        session = self.session
+        moved = session.compare_runtimes()
+        session.compare_models(trainer.lightning_module)
+        fit_loop.adopt(trainer, self)
+        if self._uneven_inputs == "join":
+            self._collectives.joining = Joining(trainer, self._divides_by_all)
+        if not session.is_replacement:
+            session.handoff.leave_note(f"loggers/{session.fits}", logger_runs.record(trainer.loggers))
+            logger_runs.leave(session.world.generations.store, self.global_rank)
+        self.setup_optimizers(trainer)
+        self._training = Training(
+            trainer,
+            session,
+            self.precision_plugin,
+            self.optimizers,
+            self._sharding,
+            self._whole_gradients,
+            self.part(),
+            self.joining,
+        )
+        self._run_checkpoints = RunCheckpoints(trainer, self._training, session, self._checkpoints, self.broadcast)
+        for name, why in moved.items():
+            self._training.inexact.report(name, why, "once")
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Check that all ranks can tell the length of this data, or none."""
+        check_sized(dataloader, self)
+        return dataloader
+
+    @property
+    def session(self) -> Session:
+        """The session of this process.
+
+        Raises:
+            ReplicaError: If the strategy is not set up.
+        """
+        return self._collectives.connected()
+
+    @property
+    def joining(self) -> Joining | None:
+        """Joins ranks with different numbers of batches; None without ``uneven_inputs``."""
+        return self._collectives.joining
+
+    @property
+    def training(self) -> Training:
+        """The current fit.
+
+        Raises:
+            ReplicaError: If none is under way.
+        """
+        if self._training is None:
+            raise ReplicaError("There is no sharded state: it exists only while fitting.")
+        return self._training
+
+    @property
+    def run_checkpoints(self) -> RunCheckpoints:
+        """What writes the checkpoints of callbacks.
+
+        Raises:
+            ReplicaError: If no fit is under way.
+        """
+        if self._run_checkpoints is None:
+            raise ReplicaError("Nothing can be saved: callbacks write checkpoints while fitting.")
+        return self._run_checkpoints
 
     @property
     def grad_norm(self) -> float | None:
@@ -427,11 +553,182 @@ class ReplicaZeroStrategy(ModelParallel):
         if self._training is not None:
             self._training.weights_may_differ()
 
+    # Collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks have reached this barrier."""
+        self._collectives.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src`` on every rank."""
+        return self._collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over ranks; return anything else unchanged."""
+        return self._collectives.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the stacked tensors of all ranks."""
+        return self._collectives.all_gather(tensor, group, sync_grads)
+
+    def by_itself(self) -> AbstractContextManager[None]:
+        """Make collectives involve no other rank inside the block, and return what this rank has."""
+        return self._collectives.by_itself()
+
+    # Checkpoints. Those that callbacks write are in `run_checkpoints`.
+
+    @property
+    def _is_replacement(self) -> bool:
+        """Whether this is a replacement that has not joined. Without a session, the module is saved as it is."""
+        session = self._collectives.session
+        return session is not None and session.is_replacement
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the run has failed, so that this rank can no longer get others' shards."""
+        session = self._collectives.session
+        return session is not None and session.world.is_over and self.world_size > 1
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, on rank 0 as copies: with views, the whole flat buffer would be saved."""
+        begin("checkpoint")  # Lightning calls this method first when it saves a checkpoint; user hooks follow
+        if self._checkpoints.is_sharded(self._training):
+            return self._checkpoints.stand_in()
+        state = super().lightning_module_state_dict()
+        if not self.is_global_zero:
+            return state
+        return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimizer, in torch's format, on rank 0. Collective."""
+        if self._is_replacement or self._is_cut_off:
+            return {}
+        return self._checkpoints.optimizer_state(self.training, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint in the form of ``state_dict_type``. A replacement that has not joined yet writes none.
+
+        Raises:
+            ConfigurationError: Outside of a fit of a model that is divided among ranks: there are no shards, and no
+                rank has all of it.
+        """
+        if self._training is None and self.part().name:
+            raise ConfigurationError(
+                f"{filepath} cannot be written outside of a fit: no rank has all of the model. Save it while fitting."
+            )
+        if self._is_replacement:
+            return
+        if self._is_cut_off:
+            if self.is_global_zero:
+                log.warning(
+                    "%s is not written: the run has failed, and ranks can no longer get each other's shards. To save"
+                    " what is left in such a case, add the callback `DyingGaspCheckpoint`.",
+                    filepath,
+                )
+            return
+        if self._training is not None and self.lightning_module is not None:
+            self._training.records.files.is_written(filepath)
+            self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
+            if self._checkpoints.is_sharded(self._training):
+                self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, locate(filepath))
+                return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after all that is still being written: that one is to take its place.
+
+        A replacement that has not joined yet removes none.
+        """
+        if not self._is_replacement:
+            if self._training is not None:
+                self._training.records.files.is_removed(filepath)
+            after_saves(self.checkpoint_io, partial(super().remove_checkpoint, filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of either form; of a model that is divided, outside of a fit, only this rank's weights.
+
+        Raises:
+            CheckpointError: If it is damaged.
+            ConfigurationError: If it is not of this model's parts.
+        """
+        path = locate(checkpoint_path)
+        if self._is_replacement and not exists(path):
+            return absent(path)
+        checkpoint = self._checkpoints.open(path, self._is_fitting)
+        if checkpoint is None:
+            # Another plugin checks what it has written by itself; a replacement gets its state from a peer.
+            if writes_archives(self.checkpoint_io) and not self._is_replacement and can_be_checked(path):
+                check_archive(path)
+            with reading(path):
+                checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        return self._of_own_part(checkpoint, path)
+
+    def _of_own_part(self, checkpoint: dict[str, Any], path: Location) -> dict[str, Any]:
+        """Return a checkpoint with the weights of this rank's part of the model in place of the whole model's."""
+        if not self._tensor.on or self._checkpoints.is_open:
+            return checkpoint
+        own = self.part().own(checkpoint["state_dict"])
+        if self._is_fitting or not own:
+            raise ConfigurationError(
+                f"{path} holds whole weights, not those of tensor ranks. Load them in `configure_model`,"
+                " before `parallelize_module`, or resume from a checkpoint that a run with"
+                f" tensor_parallel_size={self._tensor.size} has written."
+            )
+        known = {} if self.lightning_module is None else self.lightning_module.state_dict(keep_vars=True)
+        weights = {name: like(known[name], value) if name in known else value for name, value in own.items()}
+        return {**checkpoint, "state_dict": weights}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, unless they come with the optimizers' shards or from a peer."""
+        from_a_peer = self._is_replacement and (self._is_fitting or is_absent(checkpoint))
+        if not self._checkpoints.is_open and not from_a_peer:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the optimizer states. A replacement gets it from a peer instead."""
+        if not self._is_replacement and self.lightning_module is not None:
+            self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
+
+    def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
+        """Return where the fit resumes; None if no checkpoint has been loaded."""
+        return self._checkpoints.resumption(trainer, self.session)
+
     def teardown(self) -> None:
-        """Tear down, and give the module's parameters memory of their own again."""
-        super().teardown()
+        """Tear down, and give the module's parameters memory of their own again.
+
+        DTensors stay on the devices of their mesh, as under Lightning's `ModelParallelStrategy`.
+        """
+        if self._tensor.on:
+            for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+                if part is not None:
+                    part.teardown()
+        else:
+            super().teardown()
         if self._training is not None:
             self._training.release()
+
+
+def replica_strategy(trainer: pl.Trainer, user: object) -> ReplicaZeroStrategy:
+    """Return the strategy of a trainer, for a callback that needs this one.
+
+    Args:
+        trainer: The trainer.
+        user: The callback, which the error names.
+
+    Raises:
+        ConfigurationError: If the trainer has another strategy.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, ReplicaZeroStrategy):
+        raise ConfigurationError(
+            f"{type(user).__name__} needs `Trainer(strategy='replica_zero')`, but this Trainer has"
+            f" {type(strategy).__name__}. Leave it out, or change the strategy."
+        )
+    return strategy
 
 
 # Trainer.fit accepts compiled modules (`torch.compile`) only under certain strategy classes, DDPStrategy among them.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from lightning_replica._compat.dtensor import is_divided, is_shared, names_of_mesh, ranks_of
-from lightning_replica.core.grid import grids_of_every
+from lightning_replica.core.grid import Grid, grids_of_every
 from lightning_replica.core.grids import Grids
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding.engine import Partition
@@ -87,11 +87,13 @@ class TensorParallel:
         return rank % self.size
 
     def grids(self, world_size: int, replicas: int, nodes: int) -> Grids:
-        """Return the grids: one for each tensor rank.
+        """Return the grids: one for each tensor rank. One rank alone has a grid of its own, whatever ``replicas`` is.
 
         Raises:
             ConfigurationError: If the sizes do not divide each other.
         """
+        if not self.on:
+            return Grids.of(Grid.of(world_size, replicas, nodes) if world_size > 1 else Grid.of(1, 1))
         copies = self.copies(world_size)
         if copies % replicas:
             choices = ", ".join(str(r) for r in range(1, copies + 1) if copies % r == 0)

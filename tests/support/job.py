@@ -160,8 +160,7 @@ class OfNodes(ReplicaZeroStrategy):
 
     def assert_used(self) -> None:
         """Assert that the ranks of this run have met in the grid that is wanted here."""
-        assert self._session is not None
-        (grid,) = self._session.world.grids.grids
+        (grid,) = self.session.world.grids.grids
         assert grid.nodes == self.nodes
 
 

@@ -23,7 +23,7 @@ from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.saving import resume
 from lightning_replica.trainer.saving.async_save import AsyncSave
-from lightning_replica.trainer.saving.left_out import made_plain
+from lightning_replica.trainer.saving.left_out import left_out, made_plain
 from lightning_replica.trainer.session import Session
 from lightning_replica.trainer.steps import Training
 
@@ -67,6 +67,7 @@ class Checkpoints:
         self._directory: Location | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._async_save: AsyncSave | None = None
+        self._reported_left_out: Sequence[str] = ()
 
     def is_sharded(self, training: Training | None) -> bool:
         """Return whether a checkpoint saved now is sharded. Without a fit there are no shards."""
@@ -246,6 +247,17 @@ class Checkpoints:
         known = self._directories.get(directory.path)
         kept = None if known is None else known.keep_last
         self._directories[directory.path] = _RunDirectory(directory, keep_last or kept, lineage)
+
+    def report_what_is_left_out(self, trainer: pl.Trainer) -> None:
+        """Say what sharded checkpoints will lack, once. On all ranks: a callback's ``state_dict`` may be collective."""
+        left = left_out(trainer)
+        if trainer.is_global_zero and left and left != self._reported_left_out:
+            self._reported_left_out = left
+            warn(
+                f"checkpoints in directories hold tensors and plain data only, and lack: {'; '.join(left)}."
+                " A run that starts again needs none of it. `save_hyperparameters(ignore=[...])` leaves hyperparameters"
+                " out everywhere; for `load_from_checkpoint`, pass them as arguments."
+            )
 
     def _published(self, path: Location, first: bool) -> None:
         """Track a checkpoint that is whole on the disk, on one rank. A failure here is no reason to write it again."""
