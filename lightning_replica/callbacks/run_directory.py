@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning_replica._compat.lightning_names import Callback, pl, rank_zero_only
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.checkpoint.location import absolute, by_kind
+from lightning_replica.checkpoint.location import Location, absolute
 from lightning_replica.core.messages import warn
 from lightning_replica.core.runtime import directory_of_this_start
 from lightning_replica.trainer.saving.run_checkpoints import RunCheckpoints
@@ -32,7 +32,7 @@ class RunDirectory(Callback):
         self.directory = CheckpointDirectory(absolute(dirpath))
         self._keep_last = keep_last
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            by_kind(self.directory.path, _warn_if_of_this_start, lambda _: None)
+            _warn_if_of_this_start(self.directory.path)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise an error for other strategies, which would never write to the directory."""
@@ -46,10 +46,10 @@ class RunDirectory(Callback):
         return replica_strategy(trainer, self).run_checkpoints
 
 
-def _warn_if_of_this_start(path: Path) -> None:
+def _warn_if_of_this_start(path: Location) -> None:
     """Tell the user in the first process: the ranks that it starts get Hydra's directory as a fixed name."""
     made = directory_of_this_start()
-    if made is not None and path.is_relative_to(made):
+    if made is not None and isinstance(path, Path) and path.is_relative_to(made):
         warn(
             f"dirpath={str(path)!r} is in the directory that Hydra has made for this start, so the same command, when"
             " started again, finds no checkpoint there. Give a dirpath elsewhere, or set hydra.run.dir to a name"

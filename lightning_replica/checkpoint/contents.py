@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint import verification
 from lightning_replica.checkpoint.boxes import Box
-from lightning_replica.checkpoint.files import Readable, damaged
+from lightning_replica.checkpoint.place import Readable, damaged
 from lightning_replica.core import plain
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
@@ -268,7 +268,7 @@ def read_plain(directory: Readable, name: str) -> dict[str, Any]:
     Raises:
         CheckpointError: If the file is damaged, or does not hold a dict of tensors and plain data.
     """
-    content = io.BytesIO(publish.read_file(directory, name))
+    content = io.BytesIO(verification.read_file(directory, name))
     try:
         with plain.safe_types():
             read = torch.load(content, weights_only=True, map_location=HOST)

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, cast
 
 from lightning_replica._compat.torch import read_dcp_metadata
-from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint import verification
 from lightning_replica.checkpoint.contents import CONTENTS, Contents, dtype_name
-from lightning_replica.checkpoint.files import Readable, damaged
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
+from lightning_replica.checkpoint.place import Readable, damaged
 
 if TYPE_CHECKING:  # the import takes a quarter of a second; only code that looks into a checkpoint pays it
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -26,7 +26,7 @@ def check(directory: Readable, manifest: Manifest, contents: Contents) -> None:
         CheckpointError: If a tensor is missing, has holes or overlaps, or lies beyond the end of a file. The message
             names the tensor.
     """
-    problem = problem_of(read_dcp_metadata(publish.read_file(directory, METADATA)), manifest, contents)
+    problem = problem_of(read_dcp_metadata(verification.read_file(directory, METADATA)), manifest, contents)
     if problem is not None:
         raise damaged(directory, problem)
 

@@ -15,17 +15,15 @@ removed. A store of objects holds only ``step_...``, ``latest``, ``failures.json
 ``latest.tmp``; see `attempts`.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lightning_replica.checkpoint import coverage, publish, store
-from lightning_replica.checkpoint.attempts import may_have
+from lightning_replica.checkpoint import coverage, verification
 from lightning_replica.checkpoint.contents import PLAIN, read_contents, read_plain
-from lightning_replica.checkpoint.files import Readable
-from lightning_replica.checkpoint.location import Given, Location, Url, by_kind, is_web, locate
+from lightning_replica.checkpoint.location import Given, Location, Url, locate
 from lightning_replica.checkpoint.manifest import MANIFEST, Lineage, Manifest
-from lightning_replica.checkpoint.storage import STEP, TRACKER, storage_of
+from lightning_replica.checkpoint.place import STEP, TRACKER, Readable
+from lightning_replica.checkpoint.places import place_of
 from lightning_replica.core import checks
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
@@ -76,8 +74,8 @@ class CheckpointDirectory:
 
     def __init__(self, path: Given) -> None:
         self.path = locate(path)
-        by_kind(self.path, lambda _: None, store.look_for_package)
-        self._storage = storage_of(self.path)
+        self._place = place_of(self.path)
+        self._place.check_installed()
 
     def path_of(self, step: int) -> Location:
         """Return where the checkpoint of ``step`` is written."""
@@ -95,13 +93,14 @@ class CheckpointDirectory:
                 of the names.
         """
         try:
-            halves = self._storage.prepare()
+            halves = self._place.prepare()
         except (OSError, CheckpointError) as error:
             raise ConfigurationError(
                 f"dirpath={str(self.path)!r} cannot be written to: {error} Choose another directory."
             ) from error
         for name in halves:
-            self._storage.settle(name, whole=examine(self.path / name).problem is None)
+            path = self.path / name
+            self._place.settle(name, None if examine(path).problem else verification.published(path).directory)
 
     def track(self, name: str) -> None:
         """Make the tracker name the checkpoint ``name``, atomically.
@@ -109,13 +108,13 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: If ``name`` is not a whole checkpoint of this directory.
         """
-        _check(self._storage.child(name))
-        self._storage.write(TRACKER, f"{name}\n".encode())
+        _check(self._place.child(name))
+        self._place.write(TRACKER, f"{name}\n".encode())
 
     @property
     def tracked(self) -> str | None:
         """The text of the tracker, not checked; None if there is no tracker."""
-        content = self._storage.read(TRACKER)
+        content = self._place.read(TRACKER)
         return None if content is None else content.decode(errors="replace").strip()
 
     def latest(self, verify: bool = False) -> Latest:
@@ -137,11 +136,11 @@ class CheckpointDirectory:
 
     def listed(self) -> Iterator["Entry | _Aged"]:
         """Yield all checkpoints with their age, unchecked; those whose age cannot be read as an `Entry`."""
-        for name in self._storage.names():
+        for name in self._place.names():
             path = self.path / name
             try:
-                found = self._storage.child(name)
-                yield _Aged(publish.read_manifest(found), path, found)
+                found = _version_to_read(self._place.child(name))
+                yield _Aged(verification.read_manifest(found), path, found)
             except Exception as error:  # after any error, other checkpoints may still be whole
                 yield Entry(path, None, _said(path, error))
 
@@ -172,7 +171,7 @@ class CheckpointDirectory:
         tracked = self.tracked
         removed = [path for path in whole[keep_last:] if path.name != tracked]
         for path in removed:
-            self._storage.discard(path.name)
+            self._place.discard(path.name)
         return removed
 
     def tracker_problems(self, chosen: Location | None, known: list[str]) -> list[str]:
@@ -186,7 +185,7 @@ class CheckpointDirectory:
         if name is None or (chosen is not None and (name, self.path) == (chosen.name, chosen.parent)):
             return []
         try:
-            _check(self._storage.child(name))
+            _check(self._place.child(name))
         except Exception as error:
             said = _said(self.path / name, error)
             more = ", which cannot be used." if said in known else f": {said}"
@@ -258,35 +257,15 @@ def examine(path: Location, verify: bool = False) -> Entry:
         verify: Whether to compare checksums too, which reads every byte.
     """
     try:
-        found: Readable = by_kind(path, lambda directory: directory, publish.published)
+        found = _version_to_read(path)
     except CheckpointError as error:
         return Entry(path, None, str(error))
     return _examined(path, found, verify)
 
 
-def holds_others(path: Location) -> bool:
-    """Return whether ``path`` is a directory but not a checkpoint itself, so that it may hold checkpoints."""
-
-    def in_store(url: Url) -> bool:
-        names = store.listed(url)
-        return bool(names) and not may_have(names)
-
-    return by_kind(path, lambda place: place.is_dir() and not os.path.exists(place / MANIFEST), in_store)
-
-
-def exists(path: Location) -> bool:
-    """Return whether there is anything at ``path``."""
-    return by_kind(path, lambda place: place.exists(), lambda url: store.is_object(url) or bool(store.listed(url)))
-
-
-def may_be_sharded(path: Location) -> bool:
-    """Return whether ``path`` is a directory, and therefore not an ordinary ``.ckpt``."""
-
-    def in_store(url: Url) -> bool:
-        # Whether it is an object is asked first: permission to read need not include listing.
-        return not is_web(url) and not store.is_object(url) and bool(store.listed(url))
-
-    return by_kind(path, lambda place: place.is_dir() or publish.aside(place).is_dir(), in_store)
+def _version_to_read(path: Location) -> Readable:
+    """Return what is checked of a checkpoint: in a store, the newest attempt; on a disk, not what was set aside."""
+    return verification.published(path) if isinstance(path, Url) else path
 
 
 def find(path: Given) -> tuple[Location, tuple[str, ...]]:
@@ -299,8 +278,8 @@ def find(path: Given) -> tuple[Location, tuple[str, ...]]:
         CheckpointError: If there is none.
     """
     path = locate(path)
-    if not holds_others(path):
-        return publish.published(path).directory, ()
+    if not place_of(path).holds_others():
+        return verification.published(path).directory, ()
     latest = CheckpointDirectory(path).latest()
     if latest.path is None:
         others = latest.problems or ("No directory in it has one.",)
@@ -311,7 +290,7 @@ def find(path: Given) -> tuple[Location, tuple[str, ...]]:
 def _examined(path: Location, found: Readable, verify: bool) -> Entry:
     manifest = None
     try:
-        manifest = publish.read_manifest(found)
+        manifest = verification.read_manifest(found)
         _check(found, verify)
     except Exception as error:
         return Entry(path, manifest, _said(path, error))
@@ -319,8 +298,8 @@ def _examined(path: Location, found: Readable, verify: bool) -> Entry:
 
 
 def _check(path: Readable, verify: bool = False) -> None:
-    directory = publish.published(path)
-    manifest = publish.verify(directory) if verify else publish.check(directory)
+    directory = verification.published(path)
+    manifest = verification.verify(directory) if verify else verification.check(directory)
     coverage.check(directory, manifest, read_contents(directory))
     if verify:
         read_plain(directory, PLAIN)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_replica.checkpoint import coverage, publish
+from lightning_replica.checkpoint import coverage, publish, verification
 from lightning_replica.checkpoint.chunks import ChunkReader
 from lightning_replica.checkpoint.contents import WEIGHTS_AT, Contents, TensorInfo, read_contents, state_key, weight_key
 from lightning_replica.checkpoint.location import Given, locate
@@ -29,8 +29,8 @@ def export(path: Given, file: str | Path) -> None:
     Raises:
         CheckpointError: If the checkpoint is damaged, or holds a model in parts; or if the file cannot be written.
     """
-    directory = publish.published(locate(path))
-    publish.check(directory)
+    directory = verification.published(locate(path))
+    verification.check(directory)
     refuse_parts(read_contents(directory), "Export it with `--format megatron`.")
     _replace(Path(file), read_whole(path))
 
@@ -46,8 +46,8 @@ def read_whole(path: Given, optimizers: bool = True) -> dict[str, Any]:
     Raises:
         CheckpointError: If the checkpoint is damaged.
     """
-    directory = publish.published(locate(path))
-    manifest = publish.verify(directory) if optimizers else publish.check(directory)
+    directory = verification.published(locate(path))
+    manifest = verification.verify(directory) if optimizers else verification.check(directory)
     contents, plain = read_contents(directory), read_plain(directory)
     coverage.check(directory, manifest, contents)
     reads = Reads(contents, ChunkReader(directory, manifest.files))

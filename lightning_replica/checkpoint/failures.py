@@ -9,7 +9,8 @@ atomically. A file that cannot be read counts as no failures: a lost count costs
 import json
 
 from lightning_replica.checkpoint.location import Given, locate
-from lightning_replica.checkpoint.storage import FAILURES, storage_of
+from lightning_replica.checkpoint.place import FAILURES
+from lightning_replica.checkpoint.places import place_of
 
 
 class Failures:
@@ -21,7 +22,7 @@ class Failures:
 
     def __init__(self, path: Given) -> None:
         self.file = locate(path) / FAILURES
-        self._storage = storage_of(locate(path))
+        self._directory = place_of(locate(path))
 
     def add(self, step: int, why: str) -> int:
         """Count one more failure, and return how many came in a row at this step.
@@ -36,7 +37,7 @@ class Failures:
         known, count = self._read()
         count = count + 1 if known == step else 1
         content = {"step": step, "failures": count, "why": why}
-        self._storage.write(FAILURES, json.dumps(content, indent=1).encode() + b"\n")
+        self._directory.write(FAILURES, json.dumps(content, indent=1).encode() + b"\n")
         return count
 
     def forget(self) -> None:
@@ -45,7 +46,7 @@ class Failures:
         Raises:
             OSError: If the file cannot be removed; also CheckpointError.
         """
-        self._storage.remove(FAILURES)
+        self._directory.remove(FAILURES)
 
     def forget_before(self, step: int) -> None:
         """Reset the count if the failures were at an earlier step than ``step``, which a later run has reached.
@@ -62,7 +63,7 @@ class Failures:
     def _read(self) -> tuple[int | None, int]:
         """Return the step, and how many runs failed there; (None, 0) if the file is missing or cannot be understood."""
         try:
-            read = json.loads(self._storage.read(FAILURES) or b"null")
+            read = json.loads(self._directory.read(FAILURES) or b"null")
             step, count = read["step"], read["failures"]
         except (ValueError, TypeError, KeyError, RecursionError):
             return None, 0

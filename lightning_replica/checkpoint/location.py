@@ -2,10 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from lightning_replica.errors import ConfigurationError
 
@@ -45,21 +44,14 @@ class Url:
         """The text before the colon, such as ``s3``."""
         return self.text.split(":", 1)[0]
 
+    @property
+    def is_web(self) -> bool:
+        """Whether this is an HTTP URL, which torch downloads itself, and which cannot be listed."""
+        return self.protocol in ("http", "https")
+
 
 Location: TypeAlias = Path | Url
 Given: TypeAlias = str | os.PathLike[str] | Url
-A = TypeVar("A")
-B = TypeVar("B")
-
-
-def by_kind(location: Location, on_disk: Callable[[Path], A], in_store: Callable[[Url], B]) -> A | B:
-    """Call ``on_disk`` with a path, or ``in_store`` with a URL. What differs between the two is decided here only."""
-    return in_store(location) if isinstance(location, Url) else on_disk(location)
-
-
-def is_web(location: Location) -> bool:
-    """Return whether ``location`` is an HTTP URL, which torch downloads itself, and which cannot be listed."""
-    return by_kind(location, lambda _: False, lambda url: url.protocol in ("http", "https"))
 
 
 def locate(given: Given) -> Location:
@@ -90,4 +82,5 @@ def locate(given: Given) -> Location:
 
 def absolute(given: Given) -> Location:
     """Return the location that ``given`` names, independent of the current directory."""
-    return by_kind(locate(given), Path.absolute, lambda url: url)
+    location = locate(given)
+    return location if isinstance(location, Url) else location.absolute()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint import verification
 from lightning_replica.checkpoint.boxes import Block, Box, Found, Whole
 from lightning_replica.checkpoint.chunks import Chunk, ChunkReader
 from lightning_replica.checkpoint.contents import (
@@ -150,8 +150,8 @@ def read_weights(
     Raises:
         CheckpointError: If the checkpoint is damaged, or of another model.
     """
-    directory = publish.published(locate(path))
-    manifest, contents = publish.check(directory), read_contents(directory)
+    directory = verification.published(locate(path))
+    manifest, contents = verification.check(directory), read_contents(directory)
     if not is_needed(contents, parts, weights, whole.boxes):
         return None
     reads = Resharding(Sources(contents, parts, weights, whole.boxes), ChunkReader(directory, manifest.files))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica.checkpoint import contents as stored
-from lightning_replica.checkpoint import coverage, publish
+from lightning_replica.checkpoint import coverage, publish, verification
 from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.checkpoint.boxes import Whole
 from lightning_replica.checkpoint.chunks import Chunk, ChunkReader, write_chunks, write_metadata
@@ -38,10 +38,10 @@ from lightning_replica.checkpoint.contents import (
     read_contents,
 )
 from lightning_replica.checkpoint.coverage import METADATA
-from lightning_replica.checkpoint.destination import destination
-from lightning_replica.checkpoint.files import Files
 from lightning_replica.checkpoint.location import Given, Location, locate
 from lightning_replica.checkpoint.manifest import FileInfo, Lineage, Manifest
+from lightning_replica.checkpoint.place import Files
+from lightning_replica.checkpoint.places import place_of
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.resharding import Resharding
 from lightning_replica.checkpoint.sources import Boxes, Sources, is_needed
@@ -192,7 +192,7 @@ def write(staged: Staged, barrier: Barrier) -> None:
     Raises:
         CheckpointError: On every rank, if any rank failed. A checkpoint published before stays.
     """
-    to = destination(staged.path)
+    to = place_of(staged.path).destination()
 
     def write_part() -> tuple[int, str, dict[str, FileInfo], bytes]:
         for name, content in staged.files.items():
@@ -255,8 +255,8 @@ def load_sharded(
     boxes = (whole or Whole()).boxes
 
     def check() -> tuple[Files, Manifest, Contents, Sources | None]:
-        directory = publish.published(locate(path))
-        manifest = publish.verify(directory, share=(barrier.rank, barrier.size))
+        directory = verification.published(locate(path))
+        manifest = verification.verify(directory, share=(barrier.rank, barrier.size))
         contents = read_contents(directory)
         coverage.check(directory, manifest, contents)
         weights, groups = weights_of(state, names, extra_tensors), group_names(state, names)
@@ -296,7 +296,7 @@ def read_plain(path: Given | Files) -> dict[str, Any]:
     Raises:
         CheckpointError: If the manifest or the file with plain data is damaged. `load_sharded` checks the tensors.
     """
-    return stored.read_plain(publish.published(path if isinstance(path, Files) else locate(path)), PLAIN)
+    return stored.read_plain(verification.published(path if isinstance(path, Files) else locate(path)), PLAIN)
 
 
 def untrained_tensors_of(module: nn.Module, state: Engine) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from lightning_replica.checkpoint import coverage, publish
+from lightning_replica.checkpoint import coverage, publish, verification
 from lightning_replica.checkpoint.chunks import ChunkReader
 from lightning_replica.checkpoint.contents import Contents, named_dtype, read_contents
 from lightning_replica.checkpoint.location import Given, locate
@@ -70,8 +70,8 @@ def export_megatron(path: Given, directory: Path) -> tuple[Path, list[str]]:
     Raises:
         CheckpointError: If the checkpoint is damaged, does not say where its tensors lie, or was written already.
     """
-    found = publish.published(locate(path))
-    manifest = publish.verify(found)
+    found = verification.published(locate(path))
+    manifest = verification.verify(found)
     contents = read_contents(found)
     coverage.check(found, manifest, contents)
     model, iteration = WholeModel(contents), manifest.step or 0

@@ -43,12 +43,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         CheckpointError: If there is no checkpoint, or no whole one in a directory of checkpoints.
     """
-    from lightning_replica.checkpoint.files import is_file
     from lightning_replica.checkpoint.location import locate
+    from lightning_replica.checkpoint.places import place_of
     from lightning_replica.cli import one_file
 
     path = locate(options.checkpoint)
-    if is_file(path):
+    if place_of(path).is_file():
         facts, problems = one_file.inspect(path, options.verify, options.tensors)
         if options.json:
             _write_json(problems, None, [facts])
@@ -60,9 +60,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _look_at_sharded(path: "Location", options: argparse.Namespace) -> int:
-    from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, find, holds_others
+    from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, find
+    from lightning_replica.checkpoint.places import place_of
 
-    directory = CheckpointDirectory(path) if holds_others(path) else None
+    directory = CheckpointDirectory(path) if place_of(path).holds_others() else None
     found, more = find(path)
     entries = [examine(found, options.verify)] if directory is None else list(directory.entries(options.verify))
     facts = [_facts(entry, options.tensors) for entry in entries]
@@ -112,7 +113,7 @@ def _facts(entry: "Entry", tensors: bool) -> dict[str, Any]:
 def _inside(entry: "Entry", tensors: bool) -> dict[str, Any]:
     """Return the facts in the contents of a whole checkpoint."""
     from lightning_replica.checkpoint.contents import read_contents
-    from lightning_replica.checkpoint.publish import published
+    from lightning_replica.checkpoint.verification import published
 
     contents = read_contents(published(entry.path))
     trained = {n for each in contents.optimizers for group in each.groups for n in group["params"]}

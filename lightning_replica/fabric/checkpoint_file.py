@@ -3,15 +3,13 @@
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_replica.checkpoint import publish, store
 from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
-from lightning_replica.checkpoint.directory import may_be_sharded
-from lightning_replica.checkpoint.location import Given, Location, by_kind, locate
+from lightning_replica.checkpoint.location import Given, Location, locate
+from lightning_replica.checkpoint.places import place_of
 from lightning_replica.errors import CheckpointError
 
 
@@ -24,13 +22,7 @@ def write(path: Given, content: Mapping[str, Any]) -> None:
     stream = io.BytesIO()
     torch.save(dict(content), stream)
     packed = stream.getvalue()
-    by_kind(locate(path), lambda file: _replace(file, packed), lambda url: store.write(url, packed))
-
-
-def _replace(file: Path, content: bytes) -> None:
-    with publish.naming(file):
-        publish.make_directory(file.parent)
-    publish.replace_file(file, content)
+    place_of(locate(path)).replace(packed)
 
 
 @contextmanager
@@ -41,7 +33,7 @@ def checked(path: Given) -> Iterator[None]:
         CheckpointError: If it is damaged, or a directory.
     """
     place: Location = locate(path)
-    if may_be_sharded(place):
+    if place_of(place).may_be_sharded():
         raise CheckpointError(
             f"{place} is a directory, and Fabric reads one file. `lightning-replica export {place} FILE.ckpt` makes one"
             " of a sharded checkpoint of `lightning.Trainer`."

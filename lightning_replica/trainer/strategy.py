@@ -29,8 +29,8 @@ from lightning_replica._compat.lightning_names import (
 from lightning_replica._compat.packages import describe
 from lightning_replica._compat.swa import leave_functions_out_of_states
 from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
-from lightning_replica.checkpoint.directory import exists
 from lightning_replica.checkpoint.location import Location, locate
+from lightning_replica.checkpoint.places import place_of
 from lightning_replica.control.run_on_rank0 import run_on_rank0
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
@@ -656,7 +656,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
             ConfigurationError: If it is not of this model's parts.
         """
         path = locate(checkpoint_path)
-        if self._is_replacement and not exists(path):
+        if self._is_replacement and not place_of(path).exists():
             return absent(path)
         checkpoint = self._checkpoints.open(path, self._is_fitting)
         if checkpoint is None:

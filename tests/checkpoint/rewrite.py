@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint import verification
 from lightning_replica.checkpoint.manifest import FileInfo, _crc
 
 
 def rewrite(path: Path, name: str, content: bytes) -> None:
     """Puts ``content`` in place of a file."""
-    manifest = publish.read_manifest(path)
+    manifest = verification.read_manifest(path)
     (path / name).write_bytes(content)
     files = {**manifest.files, name: FileInfo.of_bytes(content)}
     (path / "manifest.json").write_bytes(replace(manifest, files=files).as_bytes())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_replica._compat.torch import read_dcp_metadata
-from lightning_replica.checkpoint import coverage, publish
+from lightning_replica.checkpoint import coverage, verification
 from lightning_replica.checkpoint.contents import read_contents
 from lightning_replica.checkpoint.export import export
 from lightning_replica.checkpoint.manifest import FileInfo
@@ -27,7 +27,7 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
     metadata = read_dcp_metadata((path / ".metadata").read_bytes())
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    manifest = publish.read_manifest(path)
+    manifest = verification.read_manifest(path)
     files = {**manifest.files, ".metadata": FileInfo.of(path / ".metadata")}
     changed = dataclasses.replace(manifest, files=files)
     (path / "manifest.json").write_text(json.dumps(changed.as_plain()))
@@ -90,7 +90,7 @@ def test_what_is_not_there_once_is_named_and_nothing_reads_it(tmp_path: Path, da
     directory = directory_of(tmp_path, 1, 2)
     change, said = DAMAGE[damage]
     rewrite(on_disk(directory.path_of(2)), change)
-    publish.verify(directory.path_of(2))  # as far as files go, all is well
+    verification.verify(directory.path_of(2))  # as far as files go, all is well
     latest = directory.latest()
     assert latest.path == directory.path_of(1)
     assert f"The checkpoint {directory.path_of(2)} cannot be used: " in latest.problems[0]
@@ -106,4 +106,4 @@ def test_what_is_not_there_once_is_named_and_nothing_reads_it(tmp_path: Path, da
 def test_chunks_may_be_cut_anywhere(tmp_path: Path) -> None:
     path = save(tmp_path / "step", 1, 1)
     rewrite(path, chunks(lambda start, count: [(100, 40), (0, 60), (60, 40)]))
-    coverage.check(path, publish.check(path), read_contents(path))
+    coverage.check(path, verification.check(path), read_contents(path))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_replica._compat.packages import chosen
-from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint import publish, verification
 from lightning_replica.checkpoint.manifest import FileInfo, Manifest
 from lightning_replica.core.points import listen
 from lightning_replica.errors import CheckpointError
@@ -30,12 +30,12 @@ def write(path: Path, content: bytes = b"some content") -> Path:
 
 def test_what_is_published_is_what_was_written(tmp_path: Path) -> None:
     path = write(tmp_path / "deep" / "step=1.ckpt")
-    manifest = publish.verify(path)
+    manifest = verification.verify(path)
     assert (manifest.world_size, manifest.replicas, manifest.partition) == (4, 2, "element")
     assert (manifest.step, manifest.written_for, manifest.writers) == (7, "gasp", {1: "node3"})
     assert manifest.files["a"] == FileInfo(12, zlib.crc32(b"some content"))
     assert set(manifest.versions) == {"lightning-replica", chosen().distribution, "torch"}
-    assert publish.read_file(path, "b") == b"some content"
+    assert verification.read_file(path, "b") == b"some content"
     assert sorted(file.name for file in path.parent.iterdir()) == ["step=1.ckpt"]
 
 
@@ -86,10 +86,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     do, message = DAMAGE[damage]
     path = write(tmp_path / "step")
-    publish.verify(path)
+    verification.verify(path)
     do(path)
     with pytest.raises(CheckpointError, match=message) as raised:
-        publish.verify(path)
+        verification.verify(path)
     assert str(path) in str(raised.value)
 
 
@@ -98,15 +98,15 @@ def test_a_damaged_file_is_not_read(tmp_path: Path, damage: str) -> None:
     path = write(tmp_path / "step")
     DAMAGE[damage][0](path)
     with pytest.raises(CheckpointError, match=r"size or checksum of b differs|b is |no manifest"):
-        publish.read_file(path, "b")
+        verification.read_file(path, "b")
 
 
 def test_checksums_are_shared(tmp_path: Path) -> None:
     path = write(tmp_path / "step")
     (path / "b").write_bytes(b"some c0ntent")
-    publish.verify(path, share=(0, 2))
+    verification.verify(path, share=(0, 2))
     with pytest.raises(CheckpointError, match="the checksum of b"):
-        publish.verify(path, share=(1, 2))
+        verification.verify(path, share=(1, 2))
 
 
 def leave(path: Path) -> Path:
@@ -123,14 +123,14 @@ def test_what_was_never_finished_is_not_used(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"no sharded checkpoint at .*step. step\.tmp-0123abcd beside it was never"
     ):
-        publish.verify(path)
+        verification.verify(path)
     write(path)
     assert sorted(file.name for file in path.iterdir()) == ["a", "b", "manifest.json"]
     assert not unfinished.exists()
     with pytest.raises(CheckpointError, match=r"There is no sharded checkpoint at .*nowhere\.$"):
-        publish.verify(tmp_path / "nowhere")
+        verification.verify(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"There is no sharded checkpoint at .*deeper\.$"):
-        publish.verify(tmp_path / "nowhere" / "deeper")
+        verification.verify(tmp_path / "nowhere" / "deeper")
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     message = r"step\.tmp-[0-9a-f]{8}/b/c could not be written: No such file"
     with pytest.raises(CheckpointError, match=message), publish.staged(path) as directory:
         publish.write_file(directory / "b" / "c", b"newer")
-    assert publish.read_file(path, "a") == b"former"
+    assert verification.read_file(path, "a") == b"former"
     assert [file.name for file in tmp_path.iterdir()] == ["step"]
 
 
@@ -150,8 +150,8 @@ def test_two_saves_of_one_path_do_not_meet(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="could not be written: No such file or directory"):
             publish.write_file(abandoned / "b", b"of the first")
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
-    assert publish.read_file(publish.published(path), "b") == b"of the second"
-    publish.verify(path)
+    assert verification.read_file(verification.published(path), "b") == b"of the second"
+    verification.verify(path)
 
 
 @pytest.mark.parametrize("foreign", ["files", "a directory", "aside"])
@@ -185,12 +185,12 @@ def test_a_crash_while_replacing_leaves_the_former(tmp_path: Path) -> None:
         write(path, b"newer")
     stop()
     assert not path.exists()
-    publish.verify(path)
-    assert publish.read_file(publish.published(path), "a") == b"former"
+    verification.verify(path)
+    assert verification.read_file(verification.published(path), "a") == b"former"
     with publish.staged(path):  # the next one begins, and this shall not cost us the former
-        assert publish.read_file(publish.published(path), "a") == b"former"
+        assert verification.read_file(verification.published(path), "a") == b"former"
     write(path, b"newest")
-    assert publish.read_file(publish.published(path), "a") == b"newest"
+    assert verification.read_file(verification.published(path), "a") == b"newest"
     assert not (tmp_path / "step.old").exists()
 
 
@@ -200,8 +200,8 @@ def test_whatever_has_the_name_is_replaced(tmp_path: Path, before: str) -> None:
     path.write_text("a file") if before == "file" else path.symlink_to(other)
     write(path, b"newest")
     assert not path.is_symlink()
-    assert publish.read_file(path, "a") == b"newest"
-    assert publish.read_file(other, "a") == b"some content"
+    assert verification.read_file(path, "a") == b"newest"
+    assert verification.read_file(other, "a") == b"some content"
 
 
 @pytest.mark.parametrize("fails", ["sync", "discard"])
@@ -223,8 +223,8 @@ def test_what_has_its_name_is_written(
     monkeypatch.setattr(publish, fails, fail)
     write(path, b"other content")
     assert calls
-    assert publish.verify(path)
-    assert publish.read_file(path, "b") == b"other content"
+    assert verification.verify(path)
+    assert verification.read_file(path, "b") == b"other content"
     assert "is written, but its name could not be flushed" in caplog.text
 
 
@@ -240,7 +240,7 @@ def test_directories_that_cannot_be_flushed(error: int, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "fsync", fsync)
     publish.make_directory(tmp_path / "a" / "b")
-    assert publish.verify(write(tmp_path / "a" / "b" / "step"))
+    assert verification.verify(write(tmp_path / "a" / "b" / "step"))
     assert set(refused) == {True, False}
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.close(-1))
     with pytest.raises(OSError, match="Bad file descriptor"):

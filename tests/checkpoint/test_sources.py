@@ -16,10 +16,10 @@ from lightning_replica.checkpoint.chunks import ChunkReader
 from lightning_replica.checkpoint.contents import Contents, OptimizerInfo, StateInfo, TensorInfo, read_contents
 from lightning_replica.checkpoint.export import export
 from lightning_replica.checkpoint.location import locate
-from lightning_replica.checkpoint.publish import check, published
 from lightning_replica.checkpoint.sharded import load_sharded, stage, write
 from lightning_replica.checkpoint.sources import Sources
 from lightning_replica.checkpoint.torch_dist import export_megatron
+from lightning_replica.checkpoint.verification import check, published
 from lightning_replica.core.grid import Grid
 from lightning_replica.errors import CheckpointError
 from tests.checkpoint.job import Run

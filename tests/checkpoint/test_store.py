@@ -10,10 +10,11 @@ import fsspec
 import pytest
 
 from lightning_replica import ConfigurationError
-from lightning_replica.checkpoint import publish, store
+from lightning_replica.checkpoint import store, verification
 from lightning_replica.checkpoint.attempts import attempts_at
-from lightning_replica.checkpoint.directory import CheckpointDirectory, exists, find, may_be_sharded
+from lightning_replica.checkpoint.directory import CheckpointDirectory, find
 from lightning_replica.checkpoint.location import Url
+from lightning_replica.checkpoint.places import place_of
 from lightning_replica.errors import CheckpointError
 from tests.checkpoint.job import load_all, save_all
 from tests.checkpoint.small import directory_of, load, save
@@ -137,10 +138,10 @@ def test_of_two_whole_attempts_the_newer_is_read_and_of_a_damaged_one_the_other(
     newer = the_attempt(path)
     for name, content in kept.items():
         store.write(former / name, content or b"")
-    assert publish.published(path).directory == newer
+    assert verification.published(path).directory == newer
     assert load(directory.latest().path) == 1.5
     system.rm(f"{newer}/plain.pt")
-    assert publish.published(path).directory == former
+    assert verification.published(path).directory == former
     latest = directory.latest(verify=True)
     assert (latest.path, latest.problems, load(latest.path)) == (path, (), 1.0)
     directory.prepare()
@@ -241,19 +242,20 @@ def test_what_cannot_be_written_is_found_at_the_start(bucket: str, monkeypatch: 
     with pytest.raises(CheckpointError, match="could not be listed: NoCredentialsError"):
         CheckpointDirectory(bucket).latest()
     with pytest.raises(CheckpointError, match="could not be looked for: NoCredentialsError"):
-        exists(Url(f"{bucket}/last.ckpt"))  # fsspec says that there is none, and it would be loaded unchecked
+        # fsspec says that there is none, and it would be loaded unchecked.
+        place_of(Url(f"{bucket}/last.ckpt")).exists()
     fsspec.filesystem("s3").clear_instance_cache()
 
 
 def test_an_ordinary_file_is_left_to_lightning(bucket: str) -> None:
     store.write(Url(f"{bucket}/last.ckpt"), b"of DDP")
-    assert exists(Url(f"{bucket}/last.ckpt"))
-    assert not may_be_sharded(Url(f"{bucket}/last.ckpt"))
-    assert not may_be_sharded(Url("https://example.org/last.ckpt"))
-    assert not exists(Url(f"{bucket}/las"))
-    assert may_be_sharded(Url(bucket))
+    assert place_of(Url(f"{bucket}/last.ckpt")).exists()
+    assert not place_of(Url(f"{bucket}/last.ckpt")).may_be_sharded()
+    assert not place_of(Url("https://example.org/last.ckpt")).may_be_sharded()
+    assert not place_of(Url(f"{bucket}/las")).exists()
+    assert place_of(Url(bucket)).may_be_sharded()
     with pytest.raises(ConfigurationError, match="needs a package that is not installed: Install ossfs"):
-        may_be_sharded(Url("oss://bucket/run"))
+        place_of(Url("oss://bucket/run")).may_be_sharded()
 
 
 def test_memory_serves_one_process() -> None:

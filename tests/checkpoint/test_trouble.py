@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_replica._compat.torch import read_dcp_metadata
-from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint import verification
 from lightning_replica.checkpoint.chunks import Chunk, ChunkReader
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import locate
@@ -128,7 +128,7 @@ def test_metadata_that_would_run_something_is_not_read() -> None:
 def test_metadata_that_points_elsewhere_is_not_followed(tmp_path: Path) -> None:
     assert run_ranks(1, save_one, str(tmp_path)) == [{}]
     chunk = Chunk("model.scale", 1, 0, torch.empty(1))
-    files = publish.verify(tmp_path / "step").files
+    files = verification.verify(tmp_path / "step").files
     ChunkReader(tmp_path / "step", files).read([chunk])
     with pytest.raises(CheckpointError, match=r"refers to '__0_0.distcp', which its manifest does not list"):
         ChunkReader(tmp_path / "step", set(files) - {"__0_0.distcp"}).read([chunk])

@@ -13,7 +13,7 @@ import torch
 from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import Callback
 
-from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint import publish, verification
 from lightning_replica.checkpoint.export import read_whole
 from lightning_replica.core.points import listen
 from tests.support import job, world
@@ -96,7 +96,7 @@ def saved(out: Path, form: str) -> dict[str, Any]:
     read = {}
     for path in (out / "checkpoints").iterdir():
         if form == "sharded":
-            publish.verify(path)
+            verification.verify(path)
             read[path.name] = read_whole(path)
         else:
             read[path.name] = torch.load(path, weights_only=True)

@@ -14,9 +14,10 @@ from lightning_replica._compat.lightning import dump_checkpoint, user_optimizer
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.checkpoint.barrier import Barrier, StoreBarrier
 from lightning_replica.checkpoint.contents import WEIGHTS_AT
-from lightning_replica.checkpoint.directory import CheckpointDirectory, may_be_sharded
+from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Location
 from lightning_replica.checkpoint.manifest import Lineage
+from lightning_replica.checkpoint.places import place_of
 from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.state.snapshot import Snapshot
@@ -275,7 +276,7 @@ class Checkpoints:
 
     def open(self, path: Location, fitting: bool) -> dict[str, Any] | None:
         """Return what a sharded checkpoint holds beside shards, or all of it outside of a fit; None for a full one."""
-        if not may_be_sharded(path):
+        if not place_of(path).may_be_sharded():
             return None
         from lightning_replica.checkpoint.export import read_whole
         from lightning_replica.checkpoint.sharded import read_plain

@@ -1,13 +1,11 @@
 """Before a fit writes to a directory of checkpoints: it can be written to, no other run does, and all ranks see it."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_replica.checkpoint import lease
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.checkpoint.location import by_kind
 from lightning_replica.control import agreement, keys
 from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
@@ -35,7 +33,8 @@ def occupy(directory: CheckpointDirectory, number: int, session: Session, broadc
     problem, token = broadcast(begun)
     if problem is not None:
         raise ConfigurationError(problem)
-    by_kind(directory.path, partial(_share, number=number, session=session, token=token), lambda _: None)
+    if isinstance(directory.path, Path):
+        _share(directory.path, number, session, token)
 
 
 def take_lease(directory: CheckpointDirectory) -> str:
@@ -47,7 +46,7 @@ def take_lease(directory: CheckpointDirectory) -> str:
         ConfigurationError: If the directory cannot be written to, or another run goes on writing to it.
     """
     try:
-        return by_kind(directory.path, lease.take, lambda _: "")
+        return lease.take(directory.path) if isinstance(directory.path, Path) else ""
     except (OSError, CheckpointError) as error:
         raise ConfigurationError(
             f"dirpath={str(directory.path)!r} cannot be written to: {error}. Choose another directory."

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from lightning_replica._compat.lightning import continue_in_place, when_checkpoint_is_chosen
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, newest
-from lightning_replica.checkpoint.location import Location, by_kind, locate
+from lightning_replica.checkpoint.location import Location, locate
 from lightning_replica.checkpoint.manifest import Lineage
 from lightning_replica.core.messages import say
 from lightning_replica.errors import CheckpointError, ConfigurationError
@@ -177,7 +177,7 @@ def begin_run(trainer: Any, directory: CheckpointDirectory) -> Lineage:
 
 
 def _real(location: Location) -> Location:
-    return by_kind(location, Path.resolve, lambda url: url)
+    return location.resolve() if isinstance(location, Path) else location
 
 
 def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:

@@ -1,0 +1,16 @@
+"""The place for a location: on a file system, or in a store of objects."""
+
+from lightning_replica.checkpoint.disk import Disk
+from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.object_store import ObjectStore
+from lightning_replica.checkpoint.place import Files, Place, Readable
+
+
+def place_of(location: Location) -> Place:
+    """Return what can be done at a location."""
+    return ObjectStore(location) if isinstance(location, Url) else Disk(location)
+
+
+def files_of(directory: Readable) -> Files:
+    """Return the files directly in ``directory``."""
+    return directory if isinstance(directory, Files) else place_of(directory).files()
