@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -51,8 +52,14 @@ DEVICES = {"cpu", "cuda", "npu", "gloo", "nccl", "hccl"}
 NAME_DEVICES = ["devices", "accelerators", "_compat", "cli.smoke"]
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+@cache
+def files() -> tuple[Path, ...]:
+    return tuple(sorted(PACKAGE.rglob("*.py")))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def module_of(path: Path) -> str:
@@ -60,14 +67,15 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> list[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
+    return tuple(names)
 
 
 def floor(module: str) -> int:
@@ -81,12 +89,12 @@ def own_imports(path: Path) -> list[str]:
     return [name for name in found if (PACKAGE / name.split(".")[0]).exists() or f"{name.split('.')[0]}" in GROUND]
 
 
-@pytest.mark.parametrize("path", files(), ids=module_of)
-def test_imports_go_down(path: Path) -> None:
-    own = module_of(path)
-    for target in own_imports(path):
-        assert floor(target) <= floor(own), f"{own} imports {target}, which stands above it"
-    assert "lightning_replica" not in imports(path), f"{own} imports the whole package, with all that it imports"
+def test_imports_go_down() -> None:
+    for path in files():
+        own = module_of(path)
+        for target in own_imports(path):
+            assert floor(target) <= floor(own), f"{own} imports {target}, which stands above it"
+        assert "lightning_replica" not in imports(path), f"{own} imports the whole package, with all that it imports"
 
 
 def files_imported(path: Path, modules: set[str]) -> set[str]:
@@ -125,40 +133,40 @@ def test_no_circle_of_files() -> None:
     TopologicalSorter({module_of(path): files_imported(path, modules) for path in files()}).prepare()
 
 
-@pytest.mark.parametrize("path", files(), ids=module_of)
-def test_lower_floors_know_no_lightning(path: Path) -> None:
-    own = module_of(path).split(".")[0]
-    found = imports(path)
-    if own in NO_LIGHTNING:
-        assert not [name for name in found if name.split(".")[0] == "lightning"]
-        assert not [name for name in found if name.startswith("lightning_replica._compat.lightning")]
+def test_lower_floors_know_no_lightning() -> None:
+    for path in files():
+        if room_of(path) in NO_LIGHTNING:
+            found = [
+                name for name in imports(path) if name.startswith(("lightning.", "lightning_replica._compat.lightning"))
+            ]
+            assert not found, f"{module_of(path)} imports {found}"
 
 
-@pytest.mark.parametrize("path", files(), ids=module_of)
-def test_lightning_is_imported_in_one_place(path: Path) -> None:
+def test_lightning_is_imported_in_one_place() -> None:
     """Elsewhere, an import would bring in the package of Lightning that the script does not use."""
     roots = {package.name for package in PACKAGES} | {"lightning_fabric"}
-    found = [name for name in imports(path) if name.split(".")[0] in roots]
-    assert bool(found) == (module_of(path) == "_compat.lightning_names"), found
+    importers = {module_of(path) for path in files() if any(name.split(".")[0] in roots for name in imports(path))}
+    assert importers == {"_compat.lightning_names"}
 
 
 def test_few_modules_stand_at_the_root() -> None:
     assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "public", *GROUND}
 
 
-@pytest.mark.parametrize("folder", [path.parent for path in files() if path.name == "__init__.py"], ids=str)
-def test_each_room_says_what_it_may_import(folder: Path) -> None:
-    if folder.parent == PACKAGE:
-        assert "May import " in (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "")
+def test_each_room_says_what_it_may_import() -> None:
+    for path in files():
+        if path.name == "__init__.py" and path.parent.parent == PACKAGE:
+            assert "May import " in (ast.get_docstring(tree_of(path)) or ""), module_of(path)
 
 
-@pytest.mark.parametrize("path", files(), ids=module_of)
-def test_nothing_else_of_the_engine_is_used(path: Path) -> None:
-    if not module_of(path).startswith("sharding"):
-        found = [name for name in own_imports(path) if name.startswith("sharding")]
-        users_get = (ENGINE, "sharding.replica_optimizer")
-        allowed = users_get if room_of(path) in ("public", "fabric") else (ENGINE,)
-        assert not [name for name in found if not name.startswith(allowed)]
+def test_nothing_else_of_the_engine_is_used() -> None:
+    for path in files():
+        if not module_of(path).startswith("sharding"):
+            used = [name for name in own_imports(path) if name.startswith("sharding")]
+            users_get = (ENGINE, "sharding.replica_optimizer")
+            allowed = users_get if room_of(path) in ("public", "fabric") else (ENGINE,)
+            found = [name for name in used if not name.startswith(allowed)]
+            assert not found, f"{module_of(path)} imports {found}"
 
 
 def room_of(path: Path) -> str:
@@ -168,7 +176,7 @@ def room_of(path: Path) -> str:
 def attributes_of(path: Path) -> set[str]:
     """The attributes that the classes of a file have, as far as the file tells."""
     found = set()
-    for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+    for kind in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
         found |= {
             each.target.id
             for each in kind.body
@@ -186,7 +194,7 @@ def written(tree: ast.AST) -> list[tuple[str, str]]:
 
 def strings(path: Path) -> list[str]:
     """The strings of a file; of those with holes, each part between two holes."""
-    constants = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    constants = [node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant)]
     return [value for value in constants if isinstance(value, str)]
 
 
@@ -211,17 +219,46 @@ def test_nobody_writes_another_room_s_attributes() -> None:
     for path in files():
         if room_of(path) == "_compat":
             continue
-        for owner, name in written(ast.parse(path.read_text())):
+        for owner, name in written(tree_of(path)):
             if owner not in ("self", "cls") and (owner, name) not in FOREIGN and name in rooms:
                 assert room_of(path) in rooms[name], f"{module_of(path)} writes {owner}.{name} of {rooms[name]}"
 
 
-@pytest.mark.parametrize("path", files(), ids=module_of)
-def test_private_names_of_others_are_in_compat(path: Path) -> None:
-    if module_of(path).startswith("_compat"):
-        return
-    foreign = [name for name in imports(path) if name.split(".")[0] in ("lightning", "torch", "torchmetrics")]
-    assert not [name for name in foreign if any(part.startswith("_") for part in name.split("."))]
+def test_private_names_of_others_are_in_compat() -> None:
+    for path in files():
+        if room_of(path) != "_compat":
+            foreign = [name for name in imports(path) if name.split(".")[0] in ("lightning", "torch", "torchmetrics")]
+            found = [name for name in foreign if any(part.startswith("_") for part in name.split("."))]
+            assert not found, f"{module_of(path)} imports {found}"
+
+
+def without_values(kind: ast.ClassDef) -> set[str]:
+    """The attributes that a class declares and does not set."""
+    declared = (each for each in kind.body if isinstance(each, ast.AnnAssign) and each.value is None)
+    return {each.target.id for each in declared if isinstance(each.target, ast.Name)}
+
+
+def test_no_class_sets_what_its_base_class_only_declares() -> None:
+    """Such a base class can be neither used nor read alone. An abstract property says the same, and is checked."""
+    classes = {
+        kind.name: kind
+        for path in files()
+        for kind in ast.walk(tree_of(path))
+        if isinstance(kind, ast.ClassDef) and not any("dataclass" in ast.unparse(each) for each in kind.decorator_list)
+    }
+    bases = {name: [ast.unparse(each).split("[")[0] for each in kind.bases] for name, kind in classes.items()}
+
+    def above(name: str) -> set[str]:
+        direct = {each for each in bases[name] if each in classes}
+        return direct.union(*map(above, direct))
+
+    checked = 0
+    for name in classes:
+        for base in (each for each in above(name) if "Protocol" not in bases[each]):
+            found = without_values(classes[base]) & {of for owner, of in written(classes[name]) if owner == "self"}
+            assert not found, f"{name} sets {found} of {base}"
+            checked += 1
+    assert checked > 20
 
 
 def names_of_devices(text: str) -> list[str]:
@@ -242,11 +279,12 @@ def names_of_devices(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", files(), ids=module_of)
-def test_only_devices_name_devices(path: Path) -> None:
-    own = module_of(path)
-    if not any(own == name or own.startswith(f"{name}.") for name in NAME_DEVICES):
-        assert not names_of_devices(path.read_text())
+def test_only_devices_name_devices() -> None:
+    for path in files():
+        own = module_of(path)
+        if not any(own == name or own.startswith(f"{name}.") for name in NAME_DEVICES):
+            found = names_of_devices(path.read_text())
+            assert not found, f"{own} names {found}"
 
 
 @pytest.mark.parametrize(
