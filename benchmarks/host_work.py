@@ -31,14 +31,14 @@ from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.sharding.guard import Guard
 from lightning_replica.state.host_state import LightningHostState
-from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.state.snapshot import Private
 
 warnings.filterwarnings("ignore")
 LAYERS, WARM_UP = 12, 5
 WIDTHS = (256, 512, 1024)
 PARTS: dict[str, list[tuple[type, str]]] = {
     "snapshots": [(LightningHostState, "begin_window"), (LightningHostState, "enter_commit")],
-    "mirrors": [(Snapshot, "private"), (Mirrors, "begin"), (Mirrors, "settle"), (Mirrors, "digests")],
+    "mirrors": [(Private, "pack"), (Mirrors, "begin"), (Mirrors, "settle"), (Mirrors, "digests")],
     "guard": [(Guard, name) for name in ("keep", "digest", "compare", "check", "renew")],
 }
 

@@ -19,15 +19,14 @@ from lightning_replica.core.recoverable import Kind
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.sharding.engine import Engine
-from lightning_replica.state import builds, data_setup, param_groups
-from lightning_replica.state import snapshot as snapshots
+from lightning_replica.state import builds, data_setup, param_groups, trainer_state
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders, validation_loaders
 from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.frozen import FrozenCopies
 from lightning_replica.state.metrics import from_plain, to_plain
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import LEFT_OUT, Taken
-from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.state.snapshot import FromPeer, Snapshot, pack_for_replacement, unpack_on_replacement
 from lightning_replica.state.structure import Original, Outline, Structure, Tables, differences, follow, form_of
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class LightningHostState:
     ) -> None:
         self._trainer, self._state, self._device, self._inexact = trainer, state, device, inexact
         self._shows_outputs = shows_outputs
-        self._copies = snapshots.Copies(trainer, inexact.report)
+        self._copies = trainer_state.Copies(trainer, inexact.report)
         self._frozen = FrozenCopies(self._trained, inexact.report)
         self._original = Original(trainer.lightning_module)
         self._original_outline = self.outline()
@@ -83,16 +82,17 @@ class LightningHostState:
 
         Called when the shard is at the snapshot's step.
         """
-        reached = taken.reached if taken.reached.capture.roots else self._reached()
+        reached = taken.local.reached if taken.local.reached.capture.roots else self._reached()
         objects = self._copies.reachable.saved(reached)
         attributes = self._state.own_attributes()
-        return replace(
-            taken,
-            mirrored=plain.pack(objects) if objects else b"",
+        private = replace(
+            taken.private,
+            objects=plain.pack(objects) if objects else b"",
             attributes=plain.pack(attributes) if any(attributes) else b"",
-            packed_frozen=b"",
-            packed_outline=b"",
+            frozen=b"",
+            outline=b"",
         )
+        return replace(taken, private=private)
 
     def own_buffers(self) -> tuple[bool, bytes]:
         """Return, for a checkpoint, whether shared buffers are due, and what this rank has instead of them, packed."""
@@ -102,12 +102,14 @@ class LightningHostState:
     def begin(self, loaded: Snapshot | None) -> Snapshot:
         """Take the snapshot of the tail before the first step, when the fit has not begun or not resumed ``loaded``."""
         taken = self._take("tail", 0)
-        taken.fresh = True
+        taken.private.fresh = True
         if loaded is not None:
-            for key in ("place", "metrics_known", "agreed", "schedulers_due"):
-                taken.replicated[key] = loaded.replicated.get(key)
-            taken.loaders, taken.fetching, taken.loss = loaded.loaders, loaded.fetching, loaded.loss
-            taken.batch, taken.output, taken.extras = loaded.batch, loaded.output, loaded.extras
+            own, theirs = taken.private, loaded.private
+            own.loaders, own.fetching = theirs.loaders, theirs.fetching
+            own.loss, own.extras = theirs.loss, theirs.extras
+            taken.local.batch, taken.local.output = loaded.local.batch, loaded.local.output
+            if loaded.replicated.point is not None:  # the rest of it has been loaded
+                taken.replicated.point = replace(loaded.replicated.point, modules=None, outline=None, gradients=b"")
         if self._trainer.is_global_zero:
             self._warn_of(taken)
         return self._keep(taken)
@@ -118,7 +120,7 @@ class LightningHostState:
 
     def signature(self, taken: Snapshot) -> dict[str, str]:
         """Return how the objects of the user's are built; see `Reachable.signature`."""
-        return self._copies.reachable.signature(taken.reached)
+        return self._copies.reachable.signature(taken.local.reached)
 
     def set_differing(self, differing: builds.Differing) -> None:
         """Set in what this rank's objects differ from those of its peers; see `builds.differing`."""
@@ -127,7 +129,7 @@ class LightningHostState:
     def _warn_of(self, taken: Snapshot) -> None:
         """Warn if ``taken`` cannot be sent: a warning now is better than one when a rank is lost."""
         try:
-            taken.replicated_bytes()
+            pack_for_replacement(taken.replicated, FromPeer())
         except RecoveryError as error:
             log.warning("%s", error)
 
@@ -146,7 +148,7 @@ class LightningHostState:
         """
         tail = self._held.get(("tail", step))
         if tail is not None:
-            return tail.loss, tail.extras
+            return tail.private.loss, tail.private.extras
         noted, output = self._output
         return (to_plain(output.get("loss")), self._extras_of(output)) if noted == step else (None, b"")
 
@@ -177,7 +179,7 @@ class LightningHostState:
         return self._keep(self._take("batch", step, whole))
 
     def _mark(self) -> None:
-        training_fetches(self._trainer).mark(snapshots.fetched_ahead(self._trainer))
+        training_fetches(self._trainer).mark(trainer_state.fetched_ahead(self._trainer))
 
     def closure_output(self) -> dict[str, Any]:
         """Return what the closure of automatic optimization has returned."""
@@ -190,10 +192,8 @@ class LightningHostState:
         """Take a snapshot before the commit that leads to ``step``; ``output`` is the result of the training step."""
         epoch_loop: Any = self._trainer.fit_loop.epoch_loop
         taken = self._take("tail", step)
-        taken.batch = epoch_loop._results.batch
-        taken.output = output
-        taken.loss = to_plain(output.get("loss"))
-        taken.extras = self._extras_of(output)
+        taken.local.batch, taken.local.output = epoch_loop._results.batch, output
+        taken.private.loss, taken.private.extras = to_plain(output.get("loss")), self._extras_of(output)
         return self._keep(taken)
 
     def _extras_of(self, output: dict[str, Any]) -> bytes:
@@ -232,11 +232,11 @@ class LightningHostState:
 
     def _take(self, kind: Kind, step: int, whole: bool = False) -> Snapshot:
         with self._device.fence:  # a copy that was interrupted would pass for a complete one
-            taken = snapshots.take(self._trainer, self._device, kind, step, self._copies, whole)
-            if taken.structure is not None:
-                taken.frozen = self._frozen.take(self._parameters(), kind == "batch", whole)
-                taken.packed_frozen = self._frozen.packed()
-                taken.packed_outline = self._packed_outline(taken.structure)
+            taken = trainer_state.take(self._trainer, self._device, kind, step, self._copies, whole)
+            if taken.local.structure is not None:
+                taken.local.frozen = self._frozen.take(self._parameters(), kind == "batch", whole)
+                taken.private.frozen = self._frozen.packed()
+                taken.private.outline = self._packed_outline(taken.local.structure)
             return taken
 
     def _packed_outline(self, structure: Structure) -> bytes:
@@ -251,11 +251,10 @@ class LightningHostState:
             self._outlined_tables, self._outlined_classes = structure.tables, classes
         return self._outlined[1]
 
-    def _follow(self, taken: Snapshot) -> None:
+    def _follow(self, taken: Snapshot, of_peer: Outline) -> None:
         """Give the model what the predecessor's consisted of."""
-        digest, own = plain.unpack(taken.packed_outline)
-        of_peer = Outline(**taken.replicated.pop("outline"))
-        buffers = {**taken.replicated["buffers"], **taken.buffers}
+        digest, own = plain.unpack(taken.private.outline)
+        buffers = {**taken.replicated.whole().buffers, **taken.local.buffers}
         if own is not None:
             follow(self._trainer.lightning_module, Outline(**own), buffers, self._original)
         elif digest == _digest_of(of_peer):
@@ -278,18 +277,18 @@ class LightningHostState:
             RecoveryError: If the result holds a value that cannot be sent.
         """
         taken = self._take("tail", 0)
-        taken.replicated["attributes"] = plain.pack(self._copies.reachable.whole(taken.reached))
-        return self.outline(), taken.replicated_bytes(), bytes(taken.private())
+        of_peer = FromPeer(plain.pack(self._copies.reachable.whole(taken.local.reached)))
+        return self.outline(), pack_for_replacement(taken.replicated, of_peer), bytes(taken.private.pack())
 
     def adopt_result(self, replicated: bytes, private: bytes) -> None:
         """Restore what `result` returned in earlier processes; the weights are in place already."""
-        taken = Snapshot.from_bytes("tail", 0, replicated, private)
-        self._join_sent(taken)
-        param_groups.put_back(self._trainer, taken.replicated)
+        taken, of_peer = unpack_on_replacement("tail", 0, replicated, private)
+        self._join_sent(taken, of_peer.objects)
+        self._put_groups(taken)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
-        snapshots.restore(self._trainer, taken, self._copies)
-        self._device.set_rng_state(taken.rng)
+        trainer_state.restore(self._trainer, taken, self._copies)
+        self._device.set_rng_state(taken.private.rng)
 
     # core.recoverable.HostState
 
@@ -300,15 +299,14 @@ class LightningHostState:
     def export(self, kind: Kind, step: int) -> bytes:
         """Return the replicated part of a snapshot, with the parameters that no shard holds."""
         taken = self._held[kind, step]
-        replicated = {
-            **taken.replicated,
-            "frozen": self._frozen.export(dict(self._trainer.lightning_module.named_parameters())),
-            "attributes": plain.pack(self._copies.reachable.whole(taken.reached)),
-            "signature": self.signature(taken),
-            "differing": self._differing,
-            "outline": asdict(self.outline()),
-        }
-        return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
+        of_peer = FromPeer(
+            objects=plain.pack(self._copies.reachable.whole(taken.local.reached)),
+            frozen=self._frozen.export(dict(self._trainer.lightning_module.named_parameters())),
+            signature=self.signature(taken),
+            differing=self._differing,
+            outline=asdict(self.outline()),
+        )
+        return pack_for_replacement(taken.replicated, of_peer)
 
     settings_advice = (
         "Schedulers on all ranks must follow the same numbers: log the metric that a scheduler follows with"
@@ -317,39 +315,37 @@ class LightningHostState:
 
     def settings(self, step: int) -> dict[str, str]:
         """Return the hyperparameters of all param groups, from the snapshot of the tail that leads to ``step``."""
-        return param_groups.hyperparameters(self._held["tail", step].replicated["groups"])
+        return param_groups.hyperparameters(self._held["tail", step].replicated.whole().groups)
 
     def private(self, kind: Kind, step: int) -> plain.Pieces:
         """Return the private part of a snapshot, which is mirrored."""
-        return self._held[kind, step].private()
+        return self._held[kind, step].private.pack()
 
     def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
         """Adopt the snapshot that a peer sent as this rank's own."""
         self._held, self._adopted = {}, True
-        taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
+        taken, of_peer = unpack_on_replacement(kind, step, replicated, private)
+        self._keep(taken)
         module = self._trainer.lightning_module
-        self._follow(taken)
-        taken.structure = Structure.of(Tree.of(module))
+        self._follow(taken, Outline(**of_peer.outline))
+        taken.local.structure = Structure.of(Tree.of(module))
         with self._device.fence:
-            parameters, of_peer = dict(module.named_parameters()), taken.replicated.pop("frozen")
-            self._frozen.adopt(parameters, of_peer, bytes(taken.packed_frozen))
-        self._join_sent(taken)
-        self._expected = builds.expected(
-            taken.replicated.pop("signature"), taken.replicated.pop("differing"), self._differing
-        )
-        param_groups.put_back(self._trainer, taken.replicated)
+            self._frozen.adopt(dict(module.named_parameters()), of_peer.frozen, bytes(taken.private.frozen))
+        self._join_sent(taken, of_peer.objects)
+        self._expected = builds.expected(of_peer.signature, of_peer.differing, self._differing)
+        self._put_groups(taken)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
 
-    def _join_sent(self, taken: Snapshot) -> None:
+    def _join_sent(self, taken: Snapshot, of_peer: bytes | None) -> None:
         """Put what a peer's objects held before what the predecessor's held, where that was too large to be mirrored.
 
         What the predecessor had not changed, the script has built.
         """
         left = _left_out_of(taken)
-        whole = plain.unpack(taken.replicated.pop("attributes"), placed=True)
+        whole = [] if of_peer is None else plain.unpack(of_peer, placed=True)
         whole = [[root, [pair for pair in pairs if f"{root}.{pair[0]}" in left]] for root, pairs in whole]
-        taken.sent = (whole, *taken.sent)
+        taken.local.sent = (whole, *taken.local.sent)
 
     def restore_groups(self, kind: Kind, step: int) -> None:
         """Restore the param groups before shards move, and drop all other snapshots; see `HostState.restore_groups`."""
@@ -359,31 +355,36 @@ class LightningHostState:
 
     def _put_model(self, taken: Snapshot) -> None:
         """Restore what the module and the optimizers consist of, and parameters that no shard holds."""
-        if taken.structure is not None:
-            tensors = (tensor for _, tensor in taken.reached.capture.tensors())
-            taken.structure.put_back(self._trainer.lightning_module, tensors)
-        self._frozen.put_back(taken.frozen)
-        param_groups.put_back(self._trainer, taken.replicated)
+        local = taken.local
+        if local.structure is not None:
+            tensors = (tensor for _, tensor in local.reached.capture.tensors())
+            local.structure.put_back(self._trainer.lightning_module, tensors)
+        self._frozen.put_back(local.frozen)
+        self._put_groups(taken)
+
+    def _put_groups(self, taken: Snapshot) -> None:
+        replicated = taken.replicated
+        param_groups.put_back(self._trainer, replicated.progress.requires_grad, replicated.whole().groups)
 
     def restore(self, kind: Kind, step: int) -> None:
         """Restore all host state from a snapshot, and set `resume`, so that the fit loop resumes there."""
         taken = self._held[kind, step]
         with self._device.fence:  # see `_take`; likewise, a value whose restoring was interrupted would stay as it is
-            snapshots.restore(self._trainer, taken, self._copies)
-            if taken.sent:
+            trainer_state.restore(self._trainer, taken, self._copies)
+            if taken.local.sent:
                 self._make_own(taken)
-        data_setup.put_back(self._trainer, taken.data_setups)
+        data_setup.put_back(self._trainer, taken.private.data_setups)
         self._rewind(taken)
-        for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
+        for loader, state in zip(validation_loaders(self._trainer), taken.private.validation, strict=False):
             (loader.inherit if self._adopted else loader.return_to)(state)
         self._put_data(taken)
         self._adopted = False
-        self._device.set_rng_state(taken.rng)
+        self._device.set_rng_state(taken.private.rng)
         self.resume = taken
 
     def put_back(self, taken: Snapshot) -> None:
         """Restore the trainer from a snapshot, but for generators and data."""
-        snapshots.restore(self._trainer, taken, self._copies)
+        trainer_state.restore(self._trainer, taken, self._copies)
 
     def return_to(self, taken: Snapshot) -> None:
         """Restore everything but the data from a tail's snapshot, inside of the hook in which it was taken."""
@@ -392,62 +393,62 @@ class LightningHostState:
         with self._device.fence:
             self._put_model(taken)
             self.put_back(taken)
-        module._current_fx_name, results.batch = hook, taken.batch
-        self._device.set_rng_state(taken.rng)
+        module._current_fx_name, results.batch = hook, taken.local.batch
+        self._device.set_rng_state(taken.private.rng)
 
     def _make_own(self, taken: Snapshot) -> None:
         """Turn what a peer has sent into this rank's own copies, which may be sent on to other ranks."""
         module = self._trainer.lightning_module
-        taken.reached, taken.sent = self._copies.reachable.take(Tree.of(module)), ()
-        taken.mirrored = self._copies.mirrored(taken.reached)
-        self._copies.reachable.compare(taken.reached, self._expected)
+        taken.local.reached, taken.local.sent = self._copies.reachable.take(Tree.of(module)), ()
+        taken.private.objects = self._copies.mirrored(taken.local.reached)
+        self._copies.reachable.compare(taken.local.reached, self._expected)
         self._frozen.renew()
-        taken.frozen = self._frozen.take(dict(module.named_parameters()), window=False)
+        taken.local.frozen = self._frozen.take(dict(module.named_parameters()), window=False)
 
     def load(self, taken: Snapshot) -> None:
         """Begin this fit at a snapshot that a checkpoint held."""
-        saved = taken.replicated.pop("outline", None)  # an earlier version wrote none
-        if saved is not None:
-            for name, why in differences(Outline(**saved), self.outline()).items():
+        private, point = taken.private, taken.replicated.point
+        if point is not None and point.outline is not None:
+            for name, why in differences(Outline(**point.outline), self.outline()).items():
                 self._inexact.report(f"module.{name}", why, "once")
         for name in _left_out_of(taken):
             self._inexact.report(name, "it was too large for the checkpoint from which this fit resumes", "once")
-        self._state.set_own_attributes(plain.unpack(taken.attributes) if taken.attributes else [])
-        if "callbacks" in taken.replicated:
-            snapshots.restore(self._trainer, taken, self._copies, same_fit=False)
+        self._state.set_own_attributes(plain.unpack(private.attributes) if private.attributes else [])
+        if taken.replicated.components is not None:
+            trainer_state.restore(self._trainer, taken, self._copies, same_fit=False)
         else:
-            snapshots.restore_progress(self._trainer, taken)
-            for sent in taken.sent:
+            trainer_state.restore_progress(self._trainer, taken)
+            for sent in taken.local.sent:
                 self._copies.reachable.put_sent(sent)
-            self.buffers.load(Tree.of(self._trainer.lightning_module).buffers, taken.buffers)
-            self.buffers.due = taken.replicated.get("buffers_due", True)
+            self.buffers.load(Tree.of(self._trainer.lightning_module).buffers, taken.local.buffers)
+            self.buffers.due = taken.replicated.buffers_due
         if taken.place in ("batch", "tail", "batch_end", "validation_end"):
             self._rewind(taken)
         else:
             self._inherit(taken)
-        for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
+        for loader, state in zip(validation_loaders(self._trainer), private.validation, strict=False):
             loader.inherit(state)
         self._put_data(taken)
-        self._device.set_rng_state(taken.rng)
+        self._device.set_rng_state(private.rng)
 
     def _put_data(self, taken: Snapshot) -> None:
         """Restore what datasets with workers keep in this process, after the workers have started."""
         for loader, state in (
-            *zip(training_loaders(self._trainer), taken.loaders, strict=False),
-            *zip(validation_loaders(self._trainer), taken.validation, strict=False),
+            *zip(training_loaders(self._trainer), taken.private.loaders, strict=False),
+            *zip(validation_loaders(self._trainer), taken.private.validation, strict=False),
         ):
             loader.put_content(state)
 
     def _inherit(self, taken: Snapshot) -> None:
         """Put the data between two epochs, where the iteration of the next one may have begun already."""
         loaders = training_loaders(self._trainer)
-        for loader, state in zip(loaders, taken.loaders, strict=False):
+        for loader, state in zip(loaders, taken.private.loaders, strict=False):
             if state.begun is not None and not state.batches:
                 loader.rewind(state)
             else:
                 loader.inherit(state)
-        if any(state.begun is not None and not state.batches for state in taken.loaders):
-            training_fetches(self._trainer).expect(taken.fetching)
+        if any(state.begun is not None and not state.batches for state in taken.private.loaders):
+            training_fetches(self._trainer).expect(taken.private.fetching)
             fetcher: Any = self._trainer.fit_loop._data_fetcher
             iter(fetcher)
 
@@ -457,7 +458,7 @@ class LightningHostState:
         epoch = epoch_of(fit_loop)
         for loader in training_loaders(self._trainer):
             _set_sampler_epoch(loader, epoch)
-        training_fetches(self._trainer).rewind(taken.loaders, taken.fetching)
+        training_fetches(self._trainer).rewind(taken.private.loaders, taken.private.fetching)
         fetcher: Any = fit_loop._data_fetcher
         iter(fetcher)
         again = taken.ends_with_batch
@@ -465,14 +466,18 @@ class LightningHostState:
         if again:
             item = next(fetcher)
             batch, _, _ = item if isinstance(item, tuple) else next(item)  # `training_step(dataloader_iter)`
-            if taken.batch is None:
-                taken.batch = self._transfer(batch)
-                loss = from_plain(taken.loss, self._trainer.lightning_module.device)
-                taken.output = {} if loss is None else {"loss": loss}
-                extras = plain.unpack(taken.extras) if taken.extras else {}
-                taken.output |= {name: plain.unpack(each, placed=True) for name, each in extras.items()}
+            if taken.local.batch is None:
+                taken.local.batch = self._transfer(batch)
+                taken.local.output = self._output_of(taken)
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
+
+    def _output_of(self, taken: Snapshot) -> dict[str, Any]:
+        """Return what the training step has returned in another process."""
+        loss = from_plain(taken.private.loss, self._trainer.lightning_module.device)
+        extras = plain.unpack(taken.private.extras) if taken.private.extras else {}
+        output = {} if loss is None else {"loss": loss}
+        return {**output, **{name: plain.unpack(each, placed=True) for name, each in extras.items()}}
 
     def _transfer(self, batch: Any) -> Any:
         """Do to a batch what Lightning's training loop does before its hooks see it."""
@@ -489,4 +494,4 @@ def _digest_of(outline: Outline) -> str:
 
 def _left_out_of(taken: Snapshot) -> set[str]:
     """Return the names of what another process has left out, because it was too large."""
-    return {name for sent in taken.sent for root, names in sent if root == LEFT_OUT for name in names}
+    return {name for sent in taken.local.sent for root, names in sent if root == LEFT_OUT for name in names}

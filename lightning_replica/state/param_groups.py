@@ -5,7 +5,7 @@ Code may put objects into them, too. These go back like all other objects of the
 
 import hashlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -97,17 +97,18 @@ def _copied_part(value: Any) -> Any:
     return type(value)(map(_copied_part, value)) if isinstance(value, (list, tuple)) else value
 
 
-def put_back(trainer: pl.Trainer, replicated: Mapping[str, Any]) -> None:
+def put_back(trainer: pl.Trainer, requires_grad: Sequence[bool], taken: Sequence[Any]) -> None:
     """Restore the param groups with their contents, and which parameters are trained.
 
     Args:
         trainer: The trainer.
-        replicated: The replicated part of a snapshot.
+        requires_grad: Whether each parameter is trained.
+        taken: What `take` returned.
     """
     parameters = list(trainer.lightning_module.parameters())
-    for parameter, required in zip(parameters, replicated["requires_grad"], strict=True):
+    for parameter, required in zip(parameters, requires_grad, strict=True):
         parameter.requires_grad_(required)
-    for optimizer, groups in zip(trainer.optimizers, replicated["groups"], strict=True):
+    for optimizer, groups in zip(trainer.optimizers, taken, strict=True):
         del optimizer.param_groups[len(groups) :]
         for place, saved in enumerate(groups):
             own = [parameters[index] for index in saved["params"]]

@@ -32,7 +32,8 @@ def put(module: pl.LightningModule, state: Engine, loaded: Snapshot, report: Rep
         loaded: What the checkpoint holds; one of another strategy or of an earlier version says nothing of gradients.
         report: Gets what is not restored.
     """
-    held = loaded.replicated.get("gradients", b"")
+    point = loaded.replicated.point
+    held = b"" if point is None else point.gradients
     if held:
         parameters, found = dict(module.named_parameters()), dict[nn.Parameter, Tensor]()
         for name, gradient in plain.unpack(held).items():

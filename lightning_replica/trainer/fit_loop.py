@@ -286,14 +286,14 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
 
     def _epochs(self, resume: Snapshot | None) -> None:
         """Run the loop of `_FitLoop.run`, beginning inside an epoch where ``resume`` says so."""
-        if resume is not None and resume.fresh and resume.place is None:
+        if resume is not None and resume.private.fresh and resume.place is None:
             resume = None
         while resume is not None or not self.done:
             try:
                 if resume is None:
                     self.on_advance_start()
                 start, resume = resume, None
-                if start is not None and start.fresh and start.place == "epoch_end":
+                if start is not None and start.private.fresh and start.place == "epoch_end":
                     self._end_epoch(start)
                     continue
                 cast("ReplicaEpochLoop", self.epoch_loop).resume = start
@@ -310,7 +310,7 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
         connector, epoch_loop = self.trainer._logger_connector, self.epoch_loop
         connector._first_loop_iter = None
         connector.on_epoch_end()
-        if epoch_loop._num_ready_batches_reached() and loaded.replicated["metrics_known"]:
+        if epoch_loop._num_ready_batches_reached() and loaded.metrics_known:
             epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epoch_loop._batches_that_stepped -= 1
         connector.update_train_epoch_metrics()
@@ -353,12 +353,12 @@ class ReplicaEpochLoop(_HasStrategy, _TrainingEpochLoop):
 
     def _rest(self, resume: Snapshot) -> Callable[[], None] | None:
         """Return what is left of the batch at which the loop continues, up to `on_advance_end`; None if nothing is."""
-        if not resume.fresh:
+        if not resume.private.fresh:
             return partial(self._tail, resume) if resume.kind == "tail" else None
-        self.metrics_known = resume.replicated["metrics_known"]
+        self.metrics_known = resume.metrics_known
         if resume.place == "tail":
             return partial(self._tail, resume)
-        if resume.replicated.get("schedulers_due"):
+        if resume.schedulers_due:
             return self._step_schedulers
         if resume.place == "batch_end":
             return partial(self._end_loaded_batch, resume)
@@ -375,11 +375,12 @@ class ReplicaEpochLoop(_HasStrategy, _TrainingEpochLoop):
 
     def _end_loaded_batch(self, resume: Snapshot) -> None:
         """End a batch in which a callback's hook wrote the checkpoint: the module's hook comes after the callbacks'."""
-        if isinstance(resume.batch, Shadow):
+        if isinstance(resume.local.batch, Shadow):
             self._end_shadow()
             return
-        self._results.batch = resume.batch
-        _call_lightning_module_hook(self.trainer, "on_train_batch_end", resume.output, resume.batch, self.batch_idx)
+        output, batch = resume.local.output, resume.local.batch
+        self._results.batch = batch
+        _call_lightning_module_hook(self.trainer, "on_train_batch_end", output, batch, self.batch_idx)
         self._end_batch()
 
     def _end_batch(self) -> None:
@@ -416,8 +417,8 @@ class ReplicaEpochLoop(_HasStrategy, _TrainingEpochLoop):
         skips the step itself.
         """
         trainer = self.trainer
-        self._results.batch = snapshot.batch
-        if isinstance(snapshot.batch, Shadow):
+        self._results.batch = snapshot.local.batch
+        if isinstance(snapshot.local.batch, Shadow):
             if trainer.lightning_module.automatic_optimization:
                 self.strategy.training.return_to_commit(snapshot)  # as the others do in their `optimizer_step`
             self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
@@ -427,8 +428,9 @@ class ReplicaEpochLoop(_HasStrategy, _TrainingEpochLoop):
             self._tail_of_optimization(snapshot)
         self.batch_progress.increment_processed()
         self._step_schedulers()
-        _call_callback_hooks(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
-        _call_lightning_module_hook(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
+        output, batch = snapshot.local.output, snapshot.local.batch
+        _call_callback_hooks(trainer, "on_train_batch_end", output, batch, self.batch_idx)
+        _call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, self.batch_idx)
         self._end_batch()
 
     def _tail_of_optimization(self, snapshot: Snapshot) -> None:
@@ -440,7 +442,7 @@ class ReplicaEpochLoop(_HasStrategy, _TrainingEpochLoop):
                 trainer.current_epoch,
                 self.batch_idx,
                 strategy._lightning_optimizers[0],
-                lambda: snapshot.output.get("loss"),
+                lambda: snapshot.local.output.get("loss"),
             )
         self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
 

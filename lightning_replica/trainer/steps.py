@@ -173,7 +173,7 @@ class Training:
             return
         taken = self.host.begin_window(self.state.step, whole=self._stop_agreed)
         self.records.taken("batch", taken.step)
-        self._session.mirrors.begin("batch", taken.step, taken.private())
+        self._session.mirrors.begin("batch", taken.step, taken.private.pack())
         if self._stop_agreed:
             self._session.mirrors.settle()
             self._session.world.generations.give_up("All ranks have agreed to save and end.", asked=True)
@@ -284,7 +284,7 @@ class Training:
             taken = self.host.enter_commit(state.step + 1, output)
             self.records.taken("tail", taken.step)
             found = state.digest()
-            session.mirrors.begin("tail", taken.step, taken.private(), found)
+            session.mirrors.begin("tail", taken.step, taken.private.pack(), found)
         else:
             self.host.pass_commit(state.step + 1, output)
         flags = Flags(self._sigterm.noted, self.save_requested, lengths.is_last(self._trainer))
@@ -355,12 +355,13 @@ class Training:
         if loaded is not None:
             self.host.load(loaded)
             carried_gradients.put(self._module, self.state, loaded, self.inexact.report)
-            if loaded.replicated.get("agreed"):
-                self._tail_commit = replace(Commit.of(loaded.replicated["agreed"]), stop=0.0, save=0.0)
+            point = loaded.replicated.point
+            if point is not None and point.agreed:
+                self._tail_commit = replace(Commit.of(point.agreed), stop=0.0, save=0.0)
                 self._after_commit(self._tail_commit)
         taken = self.host.begin(loaded)
         if self.recoverable:
-            self._session.mirrors.begin("tail", taken.step, taken.private())
+            self._session.mirrors.begin("tail", taken.step, taken.private.pack())
             self._session.mirrors.settle()
             self._compare_builds(self.host.signature(taken))
         self._session.arm()

@@ -25,7 +25,15 @@ from lightning_replica.core import plain
 from lightning_replica.errors import RecoveryError, TransferError
 from lightning_replica.state.data.fetches import Fetching
 from lightning_replica.state.data.position import LoaderState
-from lightning_replica.state.snapshot import Snapshot, _warned
+from lightning_replica.state.snapshot import (
+    Components,
+    FromPeer,
+    Private,
+    Progress,
+    Replicated,
+    _warned,
+    pack_for_replacement,
+)
 
 
 def bits(value: float) -> bytes:
@@ -171,18 +179,19 @@ def test_nothing_that_comes_is_run(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_cannot_be_sent_is_named() -> None:
-    state = {"buffers": {}, "callbacks": {"Mine": {"state": {"x": Evil("x")}}, "Other": {"state": {}}}}
+    callbacks = {"Mine": {"state": {"x": Evil("x")}}, "Other": {"state": {}}}
+    progress = Progress({}, {}, False, [], [], [], 1)
+    replicated = Replicated(progress, Components([], {}, callbacks, {}, []))
     with pytest.raises(RecoveryError, match=r"the state of 'Mine' cannot be sent, it holds posix\.mkdir"):
-        Snapshot("batch", 1, state, b"", []).replicated_bytes()
+        pack_for_replacement(replicated, FromPeer())
 
 
 def test_what_of_a_metric_cannot_be_mirrored_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """But for what it has computed, which it computes again."""
     _warned.clear()
-    taken = Snapshot("batch", 1, {}, b"random", [])
-    taken.metric_states = [{"total": torch.tensor(2), "seen": Evil("x"), "_computed": Evil("x")}]
+    metrics = [{"total": torch.tensor(2), "seen": Evil("x"), "_computed": Evil("x")}]
     for _ in range(2):
-        back = Snapshot.from_bytes("batch", 1, taken.replicated_bytes(), bytes(taken.private()))
+        back = Private.unpack(bytes(Private(b"random", metric_states=metrics).pack()))
         assert back.metric_states == [{"total": torch.tensor(2)}]
     assert caplog.text.count("Not exact after a fault: the metric state 'seen': it holds") == 1
     assert "_computed" not in caplog.text
@@ -190,10 +199,10 @@ def test_what_of_a_metric_cannot_be_mirrored_is_named(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("value", [0.1 + 0.2, math.inf, -math.nan])
 def test_results_keep_every_bit(value: float) -> None:
-    taken = Snapshot("batch", 1, {}, b"random", [{"key": "loss", "tensors": {"value": ["float32", value], "x": None}}])
+    taken = Private(b"random", [{"key": "loss", "tensors": {"value": ["float32", value], "x": None}}])
     taken.loaders = [LoaderState(3, b"a", None, (b"b", None), True), LoaderState(0)]
     taken.fetching = Fetching({"_idx": 3, "_consumed": [True, False]}, (b"c",))
-    back = Snapshot.from_bytes("batch", 1, taken.replicated_bytes(), bytes(taken.private()))
+    back = Private.unpack(bytes(taken.pack()))
     assert _shown(back.results) == _shown(taken.results)
     assert (back.loaders, back.rng) == (taken.loaders, b"random")
     assert back.fetching == taken.fetching

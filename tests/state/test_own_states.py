@@ -15,7 +15,16 @@ from lightning_replica.core.inexact import Inexact
 from lightning_replica.state import own_states
 from lightning_replica.state.callback_state import CallbackStates
 from lightning_replica.state.own_states import Logged, Own, States, put
-from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.state.snapshot import (
+    Components,
+    FromPeer,
+    Private,
+    Progress,
+    Replicated,
+    Snapshot,
+    pack_for_replacement,
+    unpack_on_replacement,
+)
 from lightning_replica.trainer.saving import resume
 
 
@@ -210,36 +219,43 @@ def snapshot_of(score: float, states: CallbackStates, milestones: Any) -> Snapsh
     plateau.best = score
     kept = States()
     schedulers = {str(place): each for place, each in enumerate((plateau, steps))}
-    replicated: dict[str, Any] = {
-        "schedulers": [kept.take(place, each, each.state_dict()) for place, each in schedulers.items()],
-        "callbacks": states.take({each.state_key: each for each in (stopping, checkpoint)}),
-        "logged": [{"val": torch.tensor(score)}, {}, {}],
-    }
-    taken = Snapshot("batch", 1, replicated, b"random", [])
+    progress = Progress({}, {}, False, [{"val": torch.tensor(score)}, {}, {}], [], [], 1)
+    components = Components(
+        schedulers=[kept.take(place, each, each.state_dict()) for place, each in schedulers.items()],
+        precision={},
+        callbacks=states.take({each.state_key: each for each in (stopping, checkpoint)}),
+        buffers={},
+        momenta=[],
+    )
     packed = [kept.packed(place) for place in schedulers]
-    taken.own = Own().pack(packed, states.packed, [], Logged().pack(replicated["logged"]))
-    return taken
+    private = Private(b"random", own=Own().pack(packed, states.packed, [], Logged().pack(progress.logged)))
+    return Snapshot("batch", 1, Replicated(progress, components), private)
+
+
+def sent(peer: Snapshot, predecessor: Snapshot) -> Snapshot:
+    from_peer = pack_for_replacement(peer.replicated, FromPeer())
+    return unpack_on_replacement("batch", 1, from_peer, bytes(predecessor.private.pack()))[0]
 
 
 def scores(taken: Snapshot) -> list[float]:
-    stopping, checkpoint = taken.replicated["callbacks"].values()
+    components = taken.replicated.whole()
+    stopping, checkpoint = components.callbacks.values()
     best, current = stopping["state"]["best_score"], checkpoint["extras"]["current_score"]
-    plateau, logged_values = taken.replicated["schedulers"][0], taken.replicated["logged"][0]
+    plateau, logged_values = components.schedulers[0], taken.replicated.progress.logged[0]
     return [best.item(), current.item(), plateau["best"], *logged_values.values()]
 
 
 def test_a_replacement_has_its_own_over_a_peers_and_gives_it_on() -> None:
     own, peer = snapshot_of(1.0, CallbackStates(), [1]), snapshot_of(2.0, CallbackStates(), [3])
-    first = Snapshot.from_bytes("batch", 1, peer.replicated_bytes(), bytes(own.private()))
-    second = Snapshot.from_bytes("batch", 1, peer.replicated_bytes(), bytes(first.private()))  # lost again at once
-    as_peer = Snapshot.from_bytes("batch", 1, first.replicated_bytes(), bytes(peer.private()))  # and the peer then
+    first = sent(peer, own)
+    second = sent(peer, first)  # lost again at once
+    as_peer = sent(first, peer)  # and the peer then
     assert scores(first) == scores(second) == [1.0] * 4
     assert scores(as_peer) == [2.0] * 4
-    assert first.replicated["schedulers"][1]["milestones"] == {3: 1}  # a Counter is not plain
+    assert first.replicated.whole().schedulers[1]["milestones"] == {3: 1}  # a Counter is not plain
 
 
 def test_checkpoints_hold_nothing_of_it() -> None:
     taken = snapshot_of(1.0, CallbackStates(), [1])
-    back = Snapshot.of_private("batch", 1, bytes(taken.private()))
-    bare = Snapshot("batch", 1, {}, b"random", [])
-    assert resume._private(taken) == resume._private(back) == resume._private(bare)
+    back = Private.unpack(bytes(taken.private.pack()))
+    assert resume._private(taken.private) == resume._private(back) == resume._private(Private(b"random"))

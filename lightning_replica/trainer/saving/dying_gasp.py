@@ -12,7 +12,7 @@ from lightning_replica.recovery.diagnosis import fault_behind
 from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.planner import Mirror
-from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.state.snapshot import Local, Private, Snapshot
 from lightning_replica.trainer.saving import resume
 from lightning_replica.trainer.saving.checkpoints import Checkpoints
 from lightning_replica.trainer.steps import Training
@@ -69,7 +69,7 @@ class DyingGasp:
         self._training.host.put_back(taken)
         first = self._training.first_rank
         if first in privates:
-            self._training.host.buffers.follow(Snapshot.of_private(taken.kind, taken.step, privates[first]).buffers)
+            self._training.host.buffers.follow(Local.of(Private.unpack(privates[first])).buffers)
         state, world_size = self._training.state, self._trainer.world_size
         record = resume.record_last(
             self._trainer, state, self._training.host.outline(), taken, plan.commit, privates, world_size
@@ -92,10 +92,10 @@ class DyingGasp:
 
     def _private(self, taken: Snapshot, rank: int) -> bytes:
         if rank == self._rank:
-            return bytes(self._training.host.saved(taken).private())
+            return bytes(self._training.host.saved(taken).private.pack())
         return self._mirrors.payload(Mirror(rank, taken.kind, taken.step))
 
     def _step(self, taken: Snapshot) -> int:
         """Return the number of updates. Lightning's count still lacks an update whose tail is still to come."""
-        in_tail = taken.place == "tail" if taken.fresh else taken.kind == "tail"
+        in_tail = taken.place == "tail" if taken.private.fresh else taken.kind == "tail"
         return self._trainer.global_step + (in_tail and not self._training.manual)

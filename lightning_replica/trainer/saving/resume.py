@@ -39,14 +39,14 @@ from lightning_replica.core import plain
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.messages import say
 from lightning_replica.sharding.engine import Engine
-from lightning_replica.state import snapshot as snapshots
+from lightning_replica.state import trainer_state
 from lightning_replica.state.data.fetches import Fetching
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders
 from lightning_replica.state.data.loader_state import LoaderState
 from lightning_replica.state.metrics import MetricStates, as_lists
 from lightning_replica.state.objects.tracked import LEFT_OUT
 from lightning_replica.state.reachable import SAVED_HOOKS
-from lightning_replica.state.snapshot import Place, Snapshot
+from lightning_replica.state.snapshot import Local, Place, Private, Replicated, ResumePoint, Snapshot
 from lightning_replica.state.structure import Outline, grow, names_of_modules
 from lightning_replica.trainer import carried_gradients
 from lightning_replica.trainer.session import Session
@@ -82,40 +82,51 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
     taken = training.host.window(training.state.step)
     if training.host.is_past(training.state.step):
         return {}  # without a snapshot of its start, the window is done again as from a checkpoint of DDP's
+    place: Place | None = "batch"
     if taken is None:
-        tree = Tree.of(trainer.lightning_module)
-        host = copy.deepcopy(snapshots.capture_progress(trainer, tree))
-        host["place"] = place_of(host["loops"])
-        rng = training.device.rng_state()
-        loss, extras = training.host.outputs(training.state.step)
-        taken = Snapshot("tail", 0, host, rng, [], loss=loss, extras=extras, fresh=True)
-        snapshots.take_private(trainer, taken, tree, MetricStates())
-        training.share_buffers()
-        host["buffers_due"], packed = training.host.own_buffers()
-        taken.take_over_buffers(packed)
-        if host["place"] in (None, "epoch_end"):
-            ahead = snapshots.fetched_ahead(trainer)
-            loaders, fetching = training_fetches(trainer).state_between_epochs(ahead)
-            taken = replace(taken, loaders=loaders, fetching=fetching)
+        taken = _between_windows(trainer, training)
+        place = taken.place
     buffer = io.BytesIO()
-    torch.save(_private(training.host.saved(taken)), buffer)
+    torch.save(_private(training.host.saved(taken).private), buffer)
     groups = training.groups
     everyone = all_gather_bytes(buffer.getvalue(), groups.world, training.check)
     if groups.rank != 0:
         return {}
     return {
-        "host": {
-            "place": "batch",
-            **taken.replicated,
-            "modules": names_of_modules(trainer.lightning_module),
-            "outline": asdict(training.host.outline()),
-            "gradients": carried_gradients.packed(trainer, training.state),
-        },
+        "host": _host(trainer, training.state, training.host.outline(), taken, ResumePoint(place)),
         "ranks": [plain.load(each) for each in everyone],
         "world_size": len(everyone),
         "division": _division(trainer),
-        "samples": _samples(trainer, taken.replicated["loops"]),
+        "samples": _samples(trainer, taken.replicated.progress.loops),
     }
+
+
+def _between_windows(trainer: pl.Trainer, training: Training) -> Snapshot:
+    """Return a snapshot of the place in the loops where they stand now. Collective."""
+    tree = Tree.of(trainer.lightning_module)
+    progress = copy.deepcopy(trainer_state.capture_progress(trainer, tree))
+    point = ResumePoint(place_of(progress.loops))
+    loss, extras = training.host.outputs(training.state.step)
+    private = Private(training.device.rng_state(), loss=loss, extras=extras, fresh=True)
+    taken = Snapshot("tail", 0, Replicated(progress, point=point), private)
+    trainer_state.take_data(trainer, taken, tree, MetricStates())
+    training.share_buffers()
+    taken.replicated.buffers_due, private.buffers = training.host.own_buffers()
+    if point.place in (None, "epoch_end"):
+        ahead = trainer_state.fetched_ahead(trainer)
+        private.loaders, private.fetching = training_fetches(trainer).state_between_epochs(ahead)
+    return taken
+
+
+def _host(trainer: pl.Trainer, state: Engine, outline: Outline, taken: Snapshot, point: ResumePoint) -> dict[str, Any]:
+    """Return the replicated state of a snapshot as a checkpoint holds it."""
+    point = replace(
+        point,
+        modules=names_of_modules(trainer.lightning_module),
+        outline=asdict(outline),
+        gradients=carried_gradients.packed(trainer, state),
+    )
+    return replace(taken.replicated, point=point).flat()
 
 
 def record_last(
@@ -139,22 +150,16 @@ def record_last(
             lost.
         world_size: Number of ranks of the run.
     """
-    place = taken.place if taken.fresh else taken.kind
+    place = taken.place if taken.private.fresh else taken.kind
     complete = len(privates) == world_size
-    ranks = [Snapshot.of_private(taken.kind, taken.step, privates[rank]) for rank in range(world_size * complete)]
+    ranks = [Private.unpack(privates[rank]) for rank in range(world_size * complete)]
+    point = replace(taken.replicated.point or ResumePoint(None), place=place, agreed=commit if place == "tail" else ())
     return {
-        "host": {
-            **taken.replicated,
-            "place": place,
-            "agreed": commit if place == "tail" else (),
-            "modules": names_of_modules(trainer.lightning_module),
-            "outline": asdict(outline),
-            "gradients": carried_gradients.packed(trainer, state),
-        },
+        "host": _host(trainer, state, outline, taken, point),
         "ranks": [_private(each) for each in ranks],
         "world_size": len(ranks),
         "division": _division(trainer),
-        "samples": _samples(trainer, taken.replicated["loops"]),
+        "samples": _samples(trainer, taken.replicated.progress.loops),
     }
 
 
@@ -172,20 +177,39 @@ def count_tail(checkpoint: dict[str, Any]) -> None:
         counters["processed"] = counters["ready"]
 
 
-def _private(taken: Snapshot) -> dict[str, Any]:
+def _private(private: Private) -> dict[str, Any]:
+    """Return a rank's private part as a checkpoint holds it."""
     return {
-        "rng": taken.rng,
-        "results": taken.results,
-        "loaders": [tuple(state) for state in taken.loaders],
-        "fetching": tuple(taken.fetching),
-        "validation": [tuple(state) for state in taken.validation],
-        "loss": taken.loss,
-        "metric_states": as_lists(taken.metric_states),
-        "extras": taken.extras or None,  # pickle writes empty bytes as a call, which is not read again
-        "objects": bytes(taken.mirrored) or None,
-        "buffers": taken.packed_buffers or None,
-        "attributes": taken.attributes or None,
+        "rng": private.rng,
+        "results": private.results,
+        "loaders": [tuple(state) for state in private.loaders],
+        "fetching": tuple(private.fetching),
+        "validation": [tuple(state) for state in private.validation],
+        "loss": private.loss,
+        "metric_states": as_lists(private.metric_states),
+        "extras": private.extras or None,  # pickle writes empty bytes as a call, which is not read again
+        "objects": bytes(private.objects) or None,
+        "buffers": private.buffers or None,
+        "attributes": private.attributes or None,
     }
+
+
+def _read_private(saved: dict[str, Any]) -> Private:
+    """Return what `_private` was called on; in a fit that resumes."""
+    return Private(
+        rng=saved["rng"],
+        results=saved["results"],
+        loaders=[LoaderState.of(state) for state in saved["loaders"]],
+        fetching=Fetching.of(saved["fetching"]),
+        validation=[LoaderState.of(state) for state in saved["validation"]],
+        loss=saved["loss"],
+        fresh=True,
+        metric_states=saved["metric_states"],
+        extras=saved.get("extras") or b"",  # an earlier version wrote none of these
+        objects=saved.get("objects") or b"",
+        buffers=saved.get("buffers") or b"",
+        attributes=saved.get("attributes") or b"",
+    )
 
 
 def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot | None:
@@ -203,26 +227,10 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
         own = {**own, "host": _host_as_today(own["host"])}
     same = bool(own) and own["world_size"] == session.world.size
     if same and own.get("division", _division(trainer)) == _division(trainer):
-        host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
-        private = _as_today(private)
-        read = Snapshot(
-            "tail",
-            0,
-            host,
-            private["rng"],
-            private["results"],
-            loss=private["loss"],
-            fresh=True,
-            loaders=[LoaderState.of(state) for state in private["loaders"]],
-            fetching=Fetching.of(private["fetching"]),
-            validation=[LoaderState.of(state) for state in private["validation"]],
-            metric_states=private["metric_states"],
-            extras=private.get("extras") or b"",  # an earlier version wrote none of these
-            attributes=private.get("attributes") or b"",
-        )
-        read.take_over(private.get("objects") or b"")
-        read.take_over_buffers(private.get("buffers") or b"")
-        taken = _follow(trainer.lightning_module, read)
+        private = _read_private(_as_today(own["ranks"][session.rank]))
+        host = {**own["host"], "metrics_known": True}
+        taken = Snapshot("tail", 0, Replicated.of(host), private, Local.of(private))
+        _follow(trainer.lightning_module, taken)
     else:
         taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
         names = _attributes_in(own["ranks"]) if own and session.rank == 0 else []
@@ -232,8 +240,9 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
                 " each rank's objects held is not restored: %s.",
                 ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
             )
-    taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
-    if taken.replicated.get("should_stop") and session.rank == 0:
+    progress = taken.replicated.progress
+    progress.loops = _between_epochs(progress.loops)
+    if progress.should_stop and session.rank == 0:
         say(
             "when the checkpoint was written, the fit had been told to stop (trainer.should_stop, as by EarlyStopping)."
             " It ends as soon as `min_epochs` and `min_steps` allow; raise them to train on."
@@ -277,43 +286,40 @@ def _as_today(private: dict[str, Any]) -> dict[str, Any]:
     return {**private, "loaders": loaders, "fetching": (None, random), "validation": []}
 
 
-def _follow(module: pl.LightningModule, taken: Snapshot) -> Snapshot:
+def _follow(module: pl.LightningModule, taken: Snapshot) -> None:
     """Adapt a snapshot to submodules that the script has added or removed since the checkpoint was written."""
-    host = taken.replicated
-    written = host.pop("modules", None)
-    if written is None:
-        return taken  # an earlier version wrote the checkpoint, which refused other submodules
+    progress, point = taken.replicated.progress, taken.replicated.point
+    written = None if point is None else point.modules
+    if point is None or written is None:
+        return  # an earlier version wrote the checkpoint, which refused other submodules
     grow(module, written)
     own = names_of_modules(module)
     if own == written:
-        return taken
+        return
     log.warning(
         "The submodules of the module differ from those in the checkpoint (%s): the epoch's metrics start anew here.",
         ", ".join(sorted({*own} ^ {*written})[:5]) or "in a different order",
     )
-    training = dict(zip(written, host["training"], strict=True))
-    host["training"] = [training.get(name, submodule.training) for name, submodule in module.named_modules()]
-    host["metrics_known"] = False
-    return replace(taken, results=[], metric_states=[])
+    training = dict(zip(written, progress.training, strict=True))
+    progress.training = [training.get(name, submodule.training) for name, submodule in module.named_modules()]
+    point.metrics_known = False
+    taken.private.results, taken.private.metric_states = [], []
 
 
 def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot:
     """Return where a fit resumes from a checkpoint of another world or of another strategy."""
-    now = snapshots.capture_progress(trainer, Tree.of(trainer.lightning_module))
-    host = {**now, "loops": copy.deepcopy(loops), "metrics_known": False}
-    if own:
-        host |= {
-            key: own["host"][key]
-            for key in ("logged", "accumulate", "gradient", "gradients", "should_stop")
-            if key in own["host"]
-        }
-    place, batch = place_of(loops), host["loops"][_BATCHES]
-    in_tail = bool(own) and own["host"]["place"] == "tail"
+    saved = own["host"] if own else {}
+    kept = {key: saved[key] for key in ("logged", "accumulate", "gradient", "should_stop") if key in saved}
+    now = trainer_state.capture_progress(trainer, Tree.of(trainer.lightning_module))
+    progress = replace(now, loops=copy.deepcopy(loops), **kept)
+    place, batch = place_of(loops), progress.loops[_BATCHES]
+    point = ResumePoint(place, metrics_known=False, gradients=saved.get("gradients", b""))
+    in_tail = bool(own) and saved["place"] == "tail"
     done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]
-    host["schedulers_due"] = in_tail or bool(own and own["host"].get("schedulers_due"))
+    point.schedulers_due = in_tail or bool(saved.get("schedulers_due"))
     if in_tail:
-        host["agreed"] = own["host"]["agreed"]  # empty if a run has resumed from it and ended in that tail again
-        _count_update(host["loops"])
+        point.agreed = saved["agreed"]  # empty if a run has resumed from it and ended in that tail again
+        _count_update(progress.loops)
     if place in ("batch", "batch_end", "validation_end"):
         window = trainer.accumulate_grad_batches
         begun = done // window * window  # to the window's start: its gradients are not in the checkpoint
@@ -323,10 +329,11 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
             place, done = "batch", begun
         if place == "batch":
             _put_batches(batch, done)
-    host["place"], host["logger_fx"] = place, [done == 1 if place else None, None]
+    point.place, progress.logger_fx = place, [done == 1 if place else None, None]
     state = LoaderState(done - (place == "batch_end"))
     loaders = [_within(loader, state) for loader in training_loaders(trainer)]
-    return Snapshot("tail", 0, host, session.world.device.rng_state(), [], loaders, fresh=True)
+    private = Private(session.world.device.rng_state(), loaders=loaders, fresh=True)
+    return Snapshot("tail", 0, Replicated(progress, point=point), private)
 
 
 def _count_update(loops: dict[str, Any]) -> None:
