@@ -207,7 +207,12 @@ def test_keys_of_the_store_are_spelt_in_one_table() -> None:
         assert path == table or not found, f"{module_of(path)} spells {found}"
 
 
-FOREIGN = {("parameter", "data"), ("metric", "value"), ("self._results", "batch")}  # torch's and Lightning's
+FOREIGN = {  # torch's and Lightning's
+    ("parameter", "data"),
+    ("metric", "value"),
+    ("self._results", "batch"),
+    ("self.trainer", "training"),
+}
 
 
 def test_nobody_writes_another_room_s_attributes() -> None:

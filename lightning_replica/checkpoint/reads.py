@@ -17,7 +17,7 @@ from lightning_replica.checkpoint.contents import (
     state_key,
     weight_key,
 )
-from lightning_replica.sharding.engine import Engine, HeldPiece, OptimizerShard
+from lightning_replica.sharding.engine import Checkpointable, HeldPiece, OptimizerShard
 
 
 class Reads:
@@ -51,7 +51,7 @@ class Reads:
             self._read(key, info.numel, 0, flat)
         return self._wholes[key]
 
-    def values(self, state: Engine, names: Sequence[str]) -> None:
+    def values(self, state: Checkpointable, names: Sequence[str]) -> None:
         """Add all parameters, whole, and the main parameters of the shard.
 
         A main parameter that the checkpoint does not have is computed from the parameter.
@@ -97,7 +97,7 @@ class Reads:
                 found[place][key] = self.whole(state_key(number, name, key), whole)
         return found
 
-    def groups(self, state: Engine) -> list[list[dict[str, Any]]]:
+    def groups(self, state: Checkpointable) -> list[list[dict[str, Any]]]:
         """Return the hyperparameters of the param groups of each optimizer."""
         return [each.groups for each in self._contents.optimizers]
 

@@ -26,7 +26,7 @@ from lightning_replica.checkpoint.contents import (
 )
 from lightning_replica.checkpoint.location import Given, locate
 from lightning_replica.checkpoint.sources import Sources, is_needed
-from lightning_replica.sharding.engine import Engine, HeldPiece, OptimizerShard
+from lightning_replica.sharding.engine import Checkpointable, HeldPiece, OptimizerShard
 
 _BATCH_BYTES = 1 << 28
 
@@ -47,7 +47,7 @@ class Resharding:
         """Complete what was begun."""
         self._batch.read()
 
-    def values(self, state: Engine, names: Sequence[str]) -> None:
+    def values(self, state: Checkpointable, names: Sequence[str]) -> None:
         """Read all parameters, whole, and the main parameters of the shard.
 
         A main parameter that the checkpoint does not have is computed from the parameter.
@@ -102,7 +102,7 @@ class Resharding:
                 found[place][key] = whole.view(flat)
         return found
 
-    def groups(self, state: Engine) -> list[list[dict[str, Any]]]:
+    def groups(self, state: Checkpointable) -> list[list[dict[str, Any]]]:
         """Return the hyperparameters of the param groups of each optimizer: its own if the checkpoint has none."""
         if self._sources.is_imported:
             return [each.optimizer.param_groups for each in state.optimizers]

@@ -48,7 +48,7 @@ from lightning_replica.checkpoint.sources import Boxes, Sources, is_needed
 from lightning_replica.checkpoint.writes import Writes, describe, group_names, weights_of
 from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError
-from lightning_replica.sharding.engine import Engine
+from lightning_replica.sharding.engine import Checkpointable
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Staged:
 
 def save_sharded(
     path: Given,
-    state: Engine,
+    state: Checkpointable,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
@@ -108,7 +108,7 @@ def save_sharded(
 
 def stage(
     path: Given,
-    state: Engine,
+    state: Checkpointable,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
@@ -225,7 +225,7 @@ def write(staged: Staged, barrier: Barrier) -> None:
 
 def load_sharded(
     path: Given,
-    state: Engine,
+    state: Checkpointable,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
     *,
@@ -299,7 +299,7 @@ def read_plain(path: Given | Files) -> dict[str, Any]:
     return stored.read_plain(verification.published(path if isinstance(path, Files) else locate(path)), PLAIN)
 
 
-def untrained_tensors_of(module: nn.Module, state: Engine) -> tuple[dict[str, Tensor], dict[str, str]]:
+def untrained_tensors_of(module: nn.Module, state: Checkpointable) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Find what a checkpoint of ``module`` holds beside the trained parameters.
 
     Returns:

@@ -21,10 +21,10 @@ from lightning_replica.checkpoint.contents import (
     weight_key,
 )
 from lightning_replica.errors import CheckpointError
-from lightning_replica.sharding.engine import Engine, HeldPiece
+from lightning_replica.sharding.engine import Checkpointable, HeldPiece
 
 
-def group_names(state: Engine, names: Sequence[str]) -> list[list[list[str]]]:
+def group_names(state: Checkpointable, names: Sequence[str]) -> list[list[list[str]]]:
     """Return the names of the parameters in each param group of each optimizer."""
     return [
         [[names[sharded.position(p)] for p in group["params"]] for group in sharded.optimizer.param_groups]
@@ -32,7 +32,9 @@ def group_names(state: Engine, names: Sequence[str]) -> list[list[list[str]]]:
     ]
 
 
-def weights_of(state: Engine, names: Sequence[str], extra_tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+def weights_of(
+    state: Checkpointable, names: Sequence[str], extra_tensors: Mapping[str, Tensor]
+) -> dict[str, TensorInfo]:
     """Describe all weights: first the trained parameters, then the extra tensors.
 
     Raises:
@@ -64,7 +66,7 @@ class Writes:
     chunks: list[Chunk] = field(default_factory=list)
     state: list[dict[str, StateInfo]] = field(default_factory=list)
 
-    def add_pieces(self, state: Engine, names: Sequence[str], ranks: Collection[int]) -> None:
+    def add_pieces(self, state: Checkpointable, names: Sequence[str], ranks: Collection[int]) -> None:
         """Add everything in the pieces of ``ranks``: values, main parameters, optimizer state."""
         for number, sharded in enumerate(state.optimizers):
             self.state.append({})
@@ -109,7 +111,7 @@ class Writes:
 
 
 def describe(
-    state: Engine,
+    state: Checkpointable,
     weights: dict[str, TensorInfo],
     aliases: Mapping[str, str],
     names: Sequence[str],
