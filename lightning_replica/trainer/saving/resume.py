@@ -107,15 +107,17 @@ def _between_windows(trainer: pl.Trainer, training: Training) -> Snapshot:
     progress = copy.deepcopy(trainer_state.capture_progress(trainer, tree))
     point = ResumePoint(place_of(progress.loops))
     loss, extras = training.host.outputs(training.state.step)
-    private = Private(training.device.rng_state(), loss=loss, extras=extras, fresh=True)
-    taken = Snapshot("tail", 0, Replicated(progress, point=point), private)
-    trainer_state.take_data(trainer, taken, tree, MetricStates())
+    rng = training.device.rng_state()
     training.share_buffers()
-    taken.replicated.buffers_due, private.buffers = training.host.own_buffers()
-    if point.place in (None, "epoch_end"):
-        ahead = trainer_state.fetched_ahead(trainer)
-        private.loaders, private.fetching = training_fetches(trainer).state_between_epochs(ahead)
-    return taken
+    due, buffers = training.host.own_buffers()
+    private = Private(rng, loss=loss, extras=extras, fresh=True, buffers=buffers)
+    taken = Snapshot("tail", 0, Replicated(progress, point=point, buffers_due=due), private)
+    trainer_state.take_data(trainer, taken, tree, MetricStates())
+    if point.place not in (None, "epoch_end"):
+        return taken
+    ahead = trainer_state.fetched_ahead(trainer)
+    loaders, fetching = training_fetches(trainer).state_between_epochs(ahead)
+    return replace(taken, private=replace(taken.private, loaders=loaders, fetching=fetching))
 
 
 def _host(trainer: pl.Trainer, state: Engine, outline: Outline, taken: Snapshot, point: ResumePoint) -> dict[str, Any]:
@@ -230,7 +232,7 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
         private = _read_private(_as_today(own["ranks"][session.rank]))
         host = {**own["host"], "metrics_known": True}
         taken = Snapshot("tail", 0, Replicated.of(host), private, Local.of(private))
-        _follow(trainer.lightning_module, taken)
+        taken = _follow(trainer.lightning_module, taken)
     else:
         taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
         names = _attributes_in(own["ranks"]) if own and session.rank == 0 else []
@@ -241,13 +243,13 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
                 ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
             )
     progress = taken.replicated.progress
-    progress.loops = _between_epochs(progress.loops)
     if progress.should_stop and session.rank == 0:
         say(
             "when the checkpoint was written, the fit had been told to stop (trainer.should_stop, as by EarlyStopping)."
             " It ends as soon as `min_epochs` and `min_steps` allow; raise them to train on."
         )
-    return taken
+    progress = replace(progress, loops=_between_epochs(progress.loops))
+    return replace(taken, replicated=replace(taken.replicated, progress=progress))
 
 
 def _attributes_in(ranks: list[dict[str, Any]]) -> list[str]:
@@ -286,40 +288,37 @@ def _as_today(private: dict[str, Any]) -> dict[str, Any]:
     return {**private, "loaders": loaders, "fetching": (None, random), "validation": []}
 
 
-def _follow(module: pl.LightningModule, taken: Snapshot) -> None:
+def _follow(module: pl.LightningModule, taken: Snapshot) -> Snapshot:
     """Adapt a snapshot to submodules that the script has added or removed since the checkpoint was written."""
     progress, point = taken.replicated.progress, taken.replicated.point
     written = None if point is None else point.modules
     if point is None or written is None:
-        return  # an earlier version wrote the checkpoint, which refused other submodules
+        return taken  # an earlier version wrote the checkpoint, which refused other submodules
     grow(module, written)
     own = names_of_modules(module)
     if own == written:
-        return
+        return taken
     log.warning(
         "The submodules of the module differ from those in the checkpoint (%s): the epoch's metrics start anew here.",
         ", ".join(sorted({*own} ^ {*written})[:5]) or "in a different order",
     )
     training = dict(zip(written, progress.training, strict=True))
-    progress.training = [training.get(name, submodule.training) for name, submodule in module.named_modules()]
-    point.metrics_known = False
-    taken.private.results, taken.private.metric_states = [], []
+    modes = [training.get(name, submodule.training) for name, submodule in module.named_modules()]
+    replicated = replace(
+        taken.replicated, progress=replace(progress, training=modes), point=replace(point, metrics_known=False)
+    )
+    return replace(taken, replicated=replicated, private=replace(taken.private, results=[], metric_states=[]))
 
 
 def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot:
     """Return where a fit resumes from a checkpoint of another world or of another strategy."""
     saved = own["host"] if own else {}
-    kept = {key: saved[key] for key in ("logged", "accumulate", "gradient", "should_stop") if key in saved}
-    now = trainer_state.capture_progress(trainer, Tree.of(trainer.lightning_module))
-    progress = replace(now, loops=copy.deepcopy(loops), **kept)
-    place, batch = place_of(loops), progress.loops[_BATCHES]
-    point = ResumePoint(place, metrics_known=False, gradients=saved.get("gradients", b""))
     in_tail = bool(own) and saved["place"] == "tail"
+    place, loops = place_of(loops), copy.deepcopy(loops)
+    batch = loops[_BATCHES]
     done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]
-    point.schedulers_due = in_tail or bool(saved.get("schedulers_due"))
     if in_tail:
-        point.agreed = saved["agreed"]  # empty if a run has resumed from it and ended in that tail again
-        _count_update(progress.loops)
+        _count_update(loops)
     if place in ("batch", "batch_end", "validation_end"):
         window = trainer.accumulate_grad_batches
         begun = done // window * window  # to the window's start: its gradients are not in the checkpoint
@@ -329,7 +328,16 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
             place, done = "batch", begun
         if place == "batch":
             _put_batches(batch, done)
-    point.place, progress.logger_fx = place, [done == 1 if place else None, None]
+    point = ResumePoint(
+        place,
+        metrics_known=False,
+        agreed=saved["agreed"] if in_tail else (),  # empty if a run has resumed from it and ended in that tail again
+        schedulers_due=in_tail or bool(saved.get("schedulers_due")),
+        gradients=saved.get("gradients", b""),
+    )
+    now = trainer_state.capture_progress(trainer, Tree.of(trainer.lightning_module))
+    kept = {key: saved[key] for key in ("logged", "accumulate", "gradient", "should_stop") if key in saved}
+    progress = replace(now, loops=loops, logger_fx=[done == 1 if place else None, None], **kept)
     state = LoaderState(done - (place == "batch_end"))
     loaders = [_within(loader, state) for loader in training_loaders(trainer)]
     private = Private(session.world.device.rng_state(), loaders=loaders, fresh=True)
