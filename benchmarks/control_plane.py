@@ -36,7 +36,7 @@ from lightning_replica.nodes.heartbeats import Heartbeats
 from lightning_replica.nodes.log import Log
 from lightning_replica.nodes.meeting import join
 from lightning_replica.nodes.membership import register
-from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.recovery.account import merged
 from lightning_replica.recovery.conclusion import Conclusion, conclude
 from lightning_replica.recovery.planner import Mirror, Report

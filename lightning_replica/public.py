@@ -14,8 +14,8 @@ from lightning_replica.callbacks import (
 )
 from lightning_replica.devices.registered import register_fault
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
-from lightning_replica.fabric.strategy import FabricStrategy
-from lightning_replica.megatron.strategy import MegatronReplicaStrategy
+from lightning_replica.fabric.fabric_strategy import FabricStrategy
+from lightning_replica.megatron.megatron_strategy import MegatronReplicaStrategy
 from lightning_replica.sharding.replica_optimizer import ReplicaOptimizer
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 

@@ -13,8 +13,8 @@ from typing import Any
 from lightning_replica._compat.lightning import leave_config_unsaved, limit_steps
 from lightning_replica._compat.lightning_names import Checkpoint, pl
 from lightning_replica.chaos.fault_injector import FaultInjector
+from lightning_replica.chaos.fault_points import FaultPoint, FaultPointCallback
 from lightning_replica.chaos.fingerprint import Fingerprint
-from lightning_replica.chaos.places import Place, PlaceCallback
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
@@ -23,7 +23,7 @@ from lightning_replica.report.log import IncidentLog
 from lightning_replica.trainer.strategy import replica_strategy
 
 VARIABLE = "LIGHTNING_REPLICA_CHAOS"
-PLACES, STRUCK, INCIDENTS = "places{}.json", "struck.jsonl", "incidents.jsonl"
+REACHED, STRUCK, INCIDENTS = "points{}.json", "struck.jsonl", "incidents.jsonl"
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def enter(trainer: pl.Trainer) -> None:
     if experiment is None or any(isinstance(callback, Fingerprint) for callback in callbacks):
         return
     leave_config_unsaved(trainer)
-    place = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
-    callbacks[place:place] = experiment.callbacks()
+    position = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
+    callbacks[position:position] = experiment.callbacks()
     if experiment.max_steps:
         limit_steps(trainer, experiment.max_steps)
 
@@ -139,16 +139,16 @@ class _Saves(pl.Callback):
         replica_strategy(trainer, self).run_checkpoints.gasp_to(self._directory)
 
 
-class _Map(PlaceCallback):
-    """Writes the last step at which this rank comes to each place to a file."""
+class _Map(FaultPointCallback):
+    """Writes the last step at which this rank comes to each point to a file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
         self._last: dict[str, int] = defaultdict(int)
 
-    def reach(self, trainer: pl.Trainer, place: Place) -> None:
-        self._last[place] = replica_strategy(trainer, self).state.step
+    def reach(self, trainer: pl.Trainer, point: FaultPoint) -> None:
+        self._last[point] = replica_strategy(trainer, self).state.step
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        (self._folder / PLACES.format(trainer.global_rank)).write_text(json.dumps(self._last))
+        (self._folder / REACHED.format(trainer.global_rank)).write_text(json.dumps(self._last))

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_replica.chaos import experiment as in_script
 from lightning_replica.chaos.compare import RankPrint, differences, read, resumed_differences, varying_objects
-from lightning_replica.chaos.experiment import PLACES, STRUCK, VARIABLE, Experiment
+from lightning_replica.chaos.experiment import REACHED, STRUCK, VARIABLE, Experiment
 from lightning_replica.chaos.faults import Dice, InjectedFault
 from lightning_replica.chaos.outside import OUTSIDE, Hit, Strike, Striker
 from lightning_replica.chaos.processes import Job, Role
@@ -84,7 +84,7 @@ class Laboratory:
 
     Attributes:
         untouched: What the ranks of the untouched run have written.
-        last: The last step at which each place is reached.
+        last: The last step at which each point is reached.
         varying: Names of objects that differ between two untouched runs; empty before `repeat`.
     """
 
@@ -127,11 +127,11 @@ class Laboratory:
             raise ConfigurationError(f"The script fails without any fault: {_ended(code)}.{hint}\n{_tail(folder)}")
         self.untouched = read(folder)
         for rank in range(self.ranks):
-            path = folder / PLACES.format(rank)
+            path = folder / REACHED.format(rank)
             if not path.exists():
                 raise ConfigurationError(f"Rank {rank} has not reached the end of its fit, although no fault struck.")
-            for place, step in json.loads(path.read_text()).items():
-                self.last[place] = min(step, self.last.get(place, step))
+            for point, step in json.loads(path.read_text()).items():
+                self.last[point] = min(step, self.last.get(point, step))
 
     def repeat(self) -> list[str]:
         """Run the script untouched once more, and return the differences. The script itself causes these.

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_replica._compat.lightning_names import pl
+from lightning_replica.chaos.fault_points import FAULT_POINTS, FaultPoint, FaultPointCallback
 from lightning_replica.chaos.faults import Dice, FaultKind, InjectedFault, parse_all
 from lightning_replica.chaos.flip import flip_bit
-from lightning_replica.chaos.places import PLACES, Place, PlaceCallback
 from lightning_replica.control import keys
 from lightning_replica.control.phase import phase_of
 from lightning_replica.core import checks
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 EXIT_CODE = 113  # exit code of a rank that an injected "exit" has ended
 # Random faults strike here only if the user asks for it: only the writing of sharded checkpoints reaches these places.
 _RARE = ("save", "publish", "gasp", "gasp_write", "track")
-_USUAL: tuple[Place, ...] = tuple(place for place in PLACES if place not in _RARE)
+_USUAL: tuple[FaultPoint, ...] = tuple(point for point in FAULT_POINTS if point not in _RARE)
 
 
 class Injected(RuntimeError):
     """The exception that a fault of the kind "exception" raises."""
 
 
-class FaultInjector(PlaceCallback):
+class FaultInjector(FaultPointCallback):
     """Makes ranks fail, to test that the training survives.
 
         Trainer(strategy="replica_zero", devices=4, callbacks=[FaultInjector("kill:2:forward:30")])
@@ -68,7 +68,7 @@ class FaultInjector(PlaceCallback):
         count: int = 3,
         seed: int = 0,
         kinds: Sequence[FaultKind] = ("kill", "exception"),
-        points: Sequence[Place] | None = None,
+        points: Sequence[FaultPoint] | None = None,
         spaced: bool = False,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -112,13 +112,13 @@ class FaultInjector(PlaceCallback):
             return self._dice.draw([(0, at) for at in self._dice.arrivals(self._mtbf_s, self._count)], world_size)
         return []
 
-    def reach(self, trainer: pl.Trainer, place: Place) -> None:
-        """Make this rank fail if one of its faults is due at this place."""
-        if self._ledger is None or not any(fault.point == place for fault in self._mine.values()):
+    def reach(self, trainer: pl.Trainer, point: FaultPoint) -> None:
+        """Make this rank fail if one of its faults is due at this point."""
+        if self._ledger is None or not any(fault.point == point for fault in self._mine.values()):
             return
         state = replica_strategy(trainer, self).state
         for number, fault in list(self._mine.items()):
-            if fault.point != place or fault.step > state.step:
+            if fault.point != point or fault.step > state.step:
                 continue
             spaced = self._spaced or number >= len(self._listed)
             if not self._ledger.enter(number, fault, state.step, spaced):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from lightning_replica.chaos.places import PLACES, Place
+from lightning_replica.chaos.fault_points import FAULT_POINTS, FaultPoint
 from lightning_replica.core import checks
 from lightning_replica.core.points import PHASES
 from lightning_replica.errors import ConfigurationError
@@ -13,19 +13,19 @@ from lightning_replica.errors import ConfigurationError
 FaultKind: TypeAlias = Literal["kill", "exception", "hang", "exit", "memory", "corrupt", "sigterm"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
-# Places where the shard is at rest: a bit that flips there is found. A flip during the update is a wrong update.
+# Points where the shard is at rest: a bit that flips there is found. A flip during the update is a wrong update.
 _AT_REST = ("batch_start", "forward", "backward", "train_batch_end", "validation", "epoch_end", "scheduler", "logger")
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault that strikes once, when its rank first comes to its place after it is due.
+    """A fault that strikes once, when its rank first comes to its point after it is due.
 
     Attributes:
         kind: "kill" (SIGKILL), "exception", "hang" (SIGSTOP), "exit" (``os._exit``), "memory" (MemoryError), "corrupt"
             (a bit of the shard is flipped) or "sigterm".
         rank: The rank that it strikes.
-        point: Where it strikes: a name of `lightning_replica.core.points`, or of `chaos.places.UserPlace`.
+        point: Where it strikes: a name of `lightning_replica.core.points`, or of `chaos.fault_points.UserPoint`.
         step: Number of updates that must have been applied.
         after_s: Seconds that must have passed since the first batch.
 
@@ -35,13 +35,13 @@ class InjectedFault:
 
     kind: FaultKind
     rank: int
-    point: Place
+    point: FaultPoint
     step: int = 0
     after_s: float = 0.0
 
     def __post_init__(self) -> None:
         checks.choice("kind", self.kind, KINDS)
-        checks.choice("point", self.point, PLACES)
+        checks.choice("point", self.point, FAULT_POINTS)
         checks.whole(0, rank=self.rank, step=self.step)
         if isinstance(self.after_s, bool) or not isinstance(self.after_s, (int, float)) or not 0 <= self.after_s < 1e12:
             raise ConfigurationError(f"after_s={self.after_s!r} must be a number of seconds, 0 or more.")
@@ -90,11 +90,11 @@ class Dice:
 
     seed: int
     kinds: Sequence[FaultKind]
-    points: Sequence[Place]
+    points: Sequence[FaultPoint]
 
     def __post_init__(self) -> None:
         checks.whole(0, seed=self.seed)
-        for name, given, known in (("kinds", self.kinds, KINDS), ("points", self.points, PLACES)):
+        for name, given, known in (("kinds", self.kinds, KINDS), ("points", self.points, FAULT_POINTS)):
             if not given:
                 raise ConfigurationError(f"{name} is empty: give at least one of {', '.join(known)}.")
             for each in given:
@@ -141,11 +141,11 @@ class Dice:
         return drawn
 
 
-def _comes(point: Place, step: int, last: Mapping[str, int] | None) -> bool:
+def _comes(point: FaultPoint, step: int, last: Mapping[str, int] | None) -> bool:
     return last is None or step <= last.get(point, -1)
 
 
-def _may_strike(kind: FaultKind | None, point: Place) -> bool:
+def _may_strike(kind: FaultKind | None, point: FaultPoint) -> bool:
     if kind == "corrupt":
         return point in _AT_REST
     return kind != "sigterm" or point not in PHASES

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 from lightning_replica.chaos.experiment import Experiment
 from lightning_replica.chaos.experiments import Laboratory, Result, Struck
+from lightning_replica.chaos.fault_points import FAULT_POINTS
 from lightning_replica.chaos.faults import KINDS, Dice, InjectedFault, parse_all
 from lightning_replica.chaos.outside import ROLES, SIGNALS, Hit, Strike, draw
-from lightning_replica.chaos.places import PLACES
 from lightning_replica.cli.script_runs import NOT_STRUCK, add_options, command_of, counted, folder_for
 from lightning_replica.core import checks
 from lightning_replica.core.output import table, write
@@ -39,10 +39,10 @@ only the supervisor.
 signals: {", ".join(SIGNALS)}
 targets: {", ".join(ROLES)}
 kinds:   {", ".join(KINDS)}
-points:  {", ".join(PLACES[:7])},
-         {", ".join(PLACES[7:15])},
-         {", ".join(PLACES[15:20])},
-         {", ".join(PLACES[20:])}
+points:  {", ".join(FAULT_POINTS[:7])},
+         {", ".join(FAULT_POINTS[7:15])},
+         {", ".join(FAULT_POINTS[15:20])},
+         {", ".join(FAULT_POINTS[20:])}
 
 Exit code: 0 if every fault has struck and every run ends with the bits of the untouched one, 1 if one differs, 2 if one
 fails, 3 if nothing differs and nothing fails, but a fault was not reached, or there was none: then little is proven.
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     listed = None if options.list is None else parse_all(options.list)
     if listed == ():
         raise ConfigurationError("--list is empty: name a fault, for example kill:1:forward:3.")
-    _dice(options, 0, PLACES)
+    _dice(options, 0, FAULT_POINTS)
     if options.outside is not None:
         checks.whole(1, outside=options.outside)
         _strikes(options, 0, 1)
@@ -131,7 +131,7 @@ def _series(
     write("untouched: running ...")
     laboratory.leave_alone()
     write(f"untouched: {counted(laboratory.ranks, 'rank')}, {counted(laboratory.steps, 'step')}")
-    usual = tuple(place for place in PLACES if place in laboratory.last or place in PHASES)
+    usual = tuple(point for point in FAULT_POINTS if point in laboratory.last or point in PHASES)
     results = []
     for number in range(options.runs):
         result = _hurt(laboratory, options, number, listed, usual)

@@ -14,7 +14,7 @@ from lightning_replica.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_replica.launch.rank_logs import RankLogs
-    from lightning_replica.nodes.settings import NodeSettings
+    from lightning_replica.nodes.node_settings import NodeSettings
     from lightning_replica.stores.address import Address
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def settings_of(given: argparse.Namespace) -> "NodeSettings":
     """
     from lightning_replica._compat.torch import rendezvous_config
     from lightning_replica.nodes.endpoint import address_towards
-    from lightning_replica.nodes.settings import NodeSettings
+    from lightning_replica.nodes.node_settings import NodeSettings
 
     # "static" is what torchrun's parser says if the user has named no backend.
     if given.rdzv_backend not in (*_BACKENDS, "static"):
@@ -194,7 +194,7 @@ def _streams(option: str, given: str, nproc_per_node: int) -> dict[int, int]:
 def _store(given: argparse.Namespace, conf: Mapping[str, str]) -> "Address":
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    from lightning_replica.launch.place import LOOPBACK
+    from lightning_replica.launch.node_context import LOOPBACK
     from lightning_replica.stores.address import EtcdAddress, StoreAddress
     from lightning_replica.stores.tcp import listen
 

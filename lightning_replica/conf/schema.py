@@ -8,7 +8,7 @@ from typing import Any, Literal, Union
 
 from hydra.core.config_store import ConfigStore
 
-from lightning_replica.megatron.strategy import MegatronReplicaStrategy
+from lightning_replica.megatron.megatron_strategy import MegatronReplicaStrategy
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
 GROUP = "lightning_replica/schema"  # not `strategy`: users do not choose a schema

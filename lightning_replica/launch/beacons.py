@@ -4,8 +4,8 @@ A small block of memory, mapped by the supervisor and all ranks, has a slot for 
 whenever it passes one of the points of `lightning_replica.core.points`: where it is, and by when it should reach the
 next point. That takes about a microsecond, no system call and no message.
 
-The rank learns its time-outs: for each place, five times the longest time that it has taken there, between the limits
-that the user sets. Time that it spends waiting for others does not count. While it waits, it writes so every 20 ms: a
+The rank learns its time-outs: for each position, five times the longest time that it has taken there, between the
+limits that the user sets. Time that it spends waiting for others does not count. While it waits, it writes so every 20 ms: a
 waiting rank is never the one that hangs, unless it stops writing.
 """
 
@@ -22,12 +22,12 @@ from lightning_replica.core.points import PHASES, Point, Stretch
 
 VARIABLE: Final = "LIGHTNING_REPLICA_BEACONS"
 _CELLS = 16  # of 8 bytes: two cache lines, so that ranks do not disturb each other
-_FIRST = 3  # a place must be passed this often before its time-out is learnt: compilation, first batches
+_FIRST = 3  # a position must be passed this often before its time-out is learnt: compilation, first batches
 _FACTOR = 5.0
 _START: Final = "start"  # of a process, up to its first batch or its first recovery
 _RECOVERY: Final = (_START, *PHASES)
-PLACES: Final = (_START, *get_args(Point), *get_args(Stretch))
-_NUMBERS: Final = {place: number for number, place in enumerate(PLACES)}
+POSITIONS: Final = (_START, *get_args(Point), *get_args(Stretch))
+_NUMBERS: Final = {position: number for number, position in enumerate(POSITIONS)}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Slot:
 
     Attributes:
         count: Number of beacons so far.
-        place: Where the rank is, an index into `PLACES`.
+        position: Where the rank is, an index into `POSITIONS`.
         waiting: Whether the rank waits for others there.
         since: When the rank came there, or began to wait.
         written: When the rank last wrote.
@@ -76,7 +76,7 @@ class Slot:
     """
 
     count: int = 0
-    place: int = 0
+    position: int = 0
     waiting: bool = False
     since: float = 0.0
     written: float = 0.0
@@ -166,12 +166,12 @@ def _map(path: str, rank: int) -> "memoryview[float]":
 
 
 class Learnt:
-    """How long a rank may stay at one place.
+    """How long a rank may stay at one position.
 
     Args:
         least_s: The shortest time-out.
         most_s: The longest time-out.
-        first_s: The time-out until the place has been passed three times.
+        first_s: The time-out until the position has been passed three times.
     """
 
     def __init__(self, least_s: float, most_s: float, first_s: float) -> None:
@@ -208,16 +208,16 @@ class Beacon:
         self._least_s = limits.min_s
         quick = _RECOVERY if replaces else PHASES
         self._learnt = [
-            Learnt(limits.min_s, limits.max_s, limits.recovery_s if place in quick else limits.max_s)
-            for place in PLACES
+            Learnt(limits.min_s, limits.max_s, limits.recovery_s if position in quick else limits.max_s)
+            for position in POSITIONS
         ]
         self._current = self._learnt[0]
         self._waiting, self._count, self._since = False, 0, time.monotonic()
         _sign(self._cells, stacks)
 
-    def begins(self, place: Point | Stretch) -> None:
-        """Write that this rank is at ``place`` now."""
-        now, number = time.monotonic(), _NUMBERS[place]
+    def begins(self, position: Point | Stretch) -> None:
+        """Write that this rank is at ``position`` now."""
+        now, number = time.monotonic(), _NUMBERS[position]
         self._current.saw(0.0 if self._waiting else now - self._since, passed=True)
         self._current = self._learnt[number]
         self._cells[_PLACE] = number

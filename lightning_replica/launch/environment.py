@@ -29,7 +29,7 @@ from lightning_replica.control import keys
 from lightning_replica.control.gathering import LocalRanks
 from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.launch.place import Place
+from lightning_replica.launch.node_context import NodeContext
 from lightning_replica.stores.address import Address, parse
 from lightning_replica.stores.reach import reach
 from lightning_replica.stores.shared import SharedStore
@@ -161,10 +161,10 @@ class RankEnvironment:
     def leave(self, world_size: int, failed: bool) -> None:
         """Do nothing: the supervisor waits for its children."""
 
-    def variables(self, rank: int, place: Place, inherited: Mapping[str, str]) -> dict[str, str]:
+    def variables(self, rank: int, context: NodeContext, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the complete environment for the process of ``rank``."""
         return {
-            **interface(place.interface),
+            **interface(context.interface),
             **inherited,
             **allocator(inherited),
             **hash_seed(inherited),
@@ -173,14 +173,14 @@ class RankEnvironment:
             _SUPERVISOR: str(self.supervisor),
             _GENERATION: str(self.generation),
             _RANK: str(rank),
-            _WORLD_SIZE: str(place.world_size),
+            _WORLD_SIZE: str(context.world_size),
             **({} if self.spool is None else {SPOOL: str(self.spool)}),
             **({_DOUBLES_UP: "1"} if self.doubles_up else {}),
             **({} if self.node_store is None else {"RANK": str(rank)}),  # as torchrun does
-            "LOCAL_RANK": str(place.local_rank(rank)),
-            "LOCAL_WORLD_SIZE": str(place.local_world_size),
-            "NODE_RANK": str(place.node_rank(rank)),
-            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_RANK": str(context.local_rank(rank)),
+            "LOCAL_WORLD_SIZE": str(context.local_world_size),
+            "NODE_RANK": str(context.node_rank(rank)),
+            "WORLD_SIZE": str(context.world_size),
             "MASTER_ADDR": self.store.host,
             "MASTER_PORT": str(self.store.port),
         }

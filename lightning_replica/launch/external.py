@@ -31,7 +31,7 @@ from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment, interface
-from lightning_replica.launch.place import LOOPBACK, loopback_interface
+from lightning_replica.launch.node_context import LOOPBACK, loopback_interface
 from lightning_replica.stores.part import part_of
 from lightning_replica.stores.tcp import connect, serve
 

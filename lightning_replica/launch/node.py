@@ -21,7 +21,7 @@ from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch import crashes
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.place import Place
+from lightning_replica.launch.node_context import NodeContext
 from lightning_replica.launch.policy import END_S
 from lightning_replica.launch.rank_logs import STREAMS, RankLogs
 from lightning_replica.launch.repeats import Repeats
@@ -151,16 +151,16 @@ class Node:
         self.has_had_ranks = False
         self._over = threading.Event()
 
-    def open(self, place: Place, connect: Callable[[], Store]) -> None:
+    def open(self, context: NodeContext, connect: Callable[[], Store]) -> None:
         """Prepare to start ranks, and begin to watch them.
 
         Args:
-            place: Where this machine stands.
+            context: Where this machine stands.
             connect: Opens a new connection to the store of the run.
         """
-        self._place, self._connect, self._spool = place, connect, Spool()
+        self._context, self._connect, self._spool = context, connect, Spool()
         raise_limit()
-        self._watch.stands(place.on_node)
+        self._watch.stands(context.on_node)
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
 
     def watch_standbys(self) -> None:
@@ -213,11 +213,11 @@ class Node:
 
     def start(self, rank: int, generation: int) -> str:
         """Start a new process for a rank, or use a standby; return which of the two, in words."""
-        place = self._place
+        context = self._context
         environment = RankEnvironment(
-            place.store, os.getpid(), generation, self._spool.path, place.node_store, doubles_up=place.doubles_up
+            context.store, os.getpid(), generation, self._spool.path, context.node_store, doubles_up=context.doubles_up
         )
-        variables = environment.variables(rank, place, os.environ) | self._watch.variables
+        variables = environment.variables(rank, context, os.environ) | self._watch.variables
         if self._logs is not None:
             variables |= self._log_files(self._logs, rank, generation)
         self._watch.started(rank, replaces=generation > 0)
@@ -229,9 +229,9 @@ class Node:
         return "a new process" if standby is None else "a standby"
 
     def _log_files(self, logs: RankLogs, rank: int, generation: int) -> dict[str, str]:
-        local_rank = self._place.local_rank(rank)
+        local_rank = self._context.local_rank(rank)
         try:
-            return logs.open(rank, local_rank, generation, str(rank if self._place.doubles_up else local_rank))
+            return logs.open(rank, local_rank, generation, str(rank if self._context.doubles_up else local_rank))
         except OSError as error:
             if not generation:
                 raise
@@ -253,7 +253,7 @@ class Node:
         if self._hung:
             return None  # ranks that wait for the killed rank would seem to hang
         processes = {child.rank: child.process for child in self._children.values()}
-        return self._watch.look(processes, phase, self._place.is_alone)
+        return self._watch.look(processes, phase, self._context.is_alone)
 
     @property
     def stalls(self) -> bool:

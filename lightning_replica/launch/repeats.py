@@ -1,4 +1,4 @@
-"""Ends of ranks that a replacement would only repeat: the same rank, the same exit code, the same place."""
+"""Ends of ranks that a replacement would only repeat: the same rank, the same exit code, the same position."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ class End:
 
     Attributes:
         code: Its exit code, -n for signal n.
-        place: Where the rank was, an index into `beacons.PLACES`.
+        position: Where the rank was, an index into `beacons.POSITIONS`.
         step: Number of applied updates; -1 before the first batch.
     """
 
     code: int
-    place: int
+    position: int
     step: int
 
 
@@ -45,6 +45,6 @@ class Repeats:
         if from_outside or code == DEVICE_LOST or slot is None:
             self._last.pop(rank, None)
             return False
-        end = End(code, slot.place, slot.step)
+        end = End(code, slot.position, slot.step)
         before, self._last[rank] = self._last.get(rank), end
         return before == end

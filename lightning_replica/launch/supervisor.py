@@ -26,8 +26,8 @@ from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN
 from lightning_replica.launch.ending import Ending
 from lightning_replica.launch.exit_report import ExitReport
 from lightning_replica.launch.node import Child, Ended, Event, Node, Start
+from lightning_replica.launch.node_context import LOOPBACK, NodeContext
 from lightning_replica.launch.others import Nobody, Others
-from lightning_replica.launch.place import LOOPBACK, Place
 from lightning_replica.launch.policy import (
     Action,
     Actions,
@@ -95,22 +95,22 @@ class Supervisor:
         store = connect(LOOPBACK, served.port)
         for key, note in self._notes.items():
             store.set(key, note)
-        place, ranks = Place.alone(self._world_size, served.port), range(self._world_size)
-        return self.run_at(place, lambda: connect(LOOPBACK, served.port), ranks, Nobody())
+        context, ranks = NodeContext.alone(self._world_size, served.port), range(self._world_size)
+        return self.run_at(context, lambda: connect(LOOPBACK, served.port), ranks, Nobody())
 
-    def run_at(self, place: Place, connect: Callable[[], Store], ranks: Iterable[int], others: Others) -> int:
+    def run_at(self, context: NodeContext, connect: Callable[[], Store], ranks: Iterable[int], others: Others) -> int:
         """Start some ranks of the world, and return like `run`.
 
         Args:
-            place: Where this supervisor stands.
+            context: Where this supervisor stands.
             connect: Opens a new connection to the store that all processes of the run share.
             ranks: The ranks of this node; none on a spare.
             others: The other nodes.
         """
         self._store, self._others = connect(), others
         self._generations = Generations(self._store)
-        self._on_node = place.on_node
-        self._node.open(place, connect)
+        self._on_node = context.on_node
+        self._node.open(context, connect)
         heard = [each for each in _HEARD if signal.getsignal(each) is not signal.SIG_IGN]
         self._handlers = {s: signal.signal(s, self._on_signal) for s in heard}
         self._hear_usr1()

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from lightning_replica.control.phase import Phase
 from lightning_replica.core.points import PHASES
 from lightning_replica.launch import stacks
-from lightning_replica.launch.beacons import PLACES, VARIABLE, HangLimits, Slot, create
+from lightning_replica.launch.beacons import POSITIONS, VARIABLE, HangLimits, Slot, create
 from lightning_replica.launch.hangs import Judge
 from lightning_replica.launch.set_up import SetUp
 from lightning_replica.launch.stacks import Finding, Stack
@@ -103,7 +103,7 @@ class Watch:
         self._set_up = SetUp(limits)
 
     def stands(self, on_node: str) -> None:
-        """Say in messages on which node ranks are. See `Place.on_node`."""
+        """Say in messages on which node ranks are. See `NodeContext.on_node`."""
         self._on_node = on_node
 
     @property
@@ -248,7 +248,7 @@ class Watch:
         first = min(slots, key=lambda rank: slots[rank].since)
         idle_s = now - max(slot.since for slot in slots.values())
         whom = "others" if self._on_node else "each other"
-        lines = "".join(f"{title}:\n{users}\n" for title, users in _places(slots, asked).items())
+        lines = "".join(f"{title}:\n{users}\n" for title, users in _positions(slots, asked).items())
         text = (
             f"All ranks{self._on_node} wait for {whom}, and nothing has moved for {idle_s:.1f} s (rank {first}"
             f" waits longest, {_where(slots[first])}): a message was lost, or one rank has skipped a collective that"
@@ -281,10 +281,10 @@ class Watch:
 
 
 def _where(slot: Slot) -> str:
-    return _WHERE[PLACES[slot.place]]
+    return _WHERE[POSITIONS[slot.position]]
 
 
-def _places(slots: Mapping[int, Slot], asked: Mapping[int, Stack]) -> dict[str, str]:
+def _positions(slots: Mapping[int, Slot], asked: Mapping[int, Stack]) -> dict[str, str]:
     """Return where in the user's code ranks are, with a title for ranks that are at the same place."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, slot in slots.items():
@@ -298,7 +298,7 @@ def _places(slots: Mapping[int, Slot], asked: Mapping[int, Stack]) -> dict[str, 
 
 def _at_start(slot: Slot) -> bool:
     """Return whether a rank has not come to its first batch or its first recovery."""
-    return not slot.place
+    return not slot.position
 
 
 def _line(rank: int, on_node: str, slot: Slot, now: float, how: str | None = None) -> str:

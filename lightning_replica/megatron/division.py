@@ -8,8 +8,8 @@ from torch import nn
 from lightning_replica._compat import megatron
 from lightning_replica.checkpoint.boxes import Whole
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.megatron.places import places_in
 from lightning_replica.megatron.sizes import ParallelSizes
+from lightning_replica.megatron.tensor_places import places_in
 from lightning_replica.trainer.model_part import ModelPart
 
 

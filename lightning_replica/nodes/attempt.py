@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.core.messages import warn
 from lightning_replica.nodes.membership import come, first_placement
-from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.stores.part import part_of
 from lightning_replica.stores.reach import forget
 from lightning_replica.stores.secret import VARIABLE, name_of, own_secret

@@ -20,16 +20,16 @@ from lightning_replica.control.untrusted import read
 from lightning_replica.core.messages import say, warn
 from lightning_replica.errors import ProtocolError
 from lightning_replica.exit_codes import GAVE_UP
+from lightning_replica.launch.node_context import LOOPBACK
 from lightning_replica.launch.others import Put
-from lightning_replica.launch.place import LOOPBACK
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes.failover import NoFailoverError, Stores, agree_on_failover
 from lightning_replica.nodes.heartbeats import Heartbeats
 from lightning_replica.nodes.listener import Listener
 from lightning_replica.nodes.log import Log
 from lightning_replica.nodes.membership import Member
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.nodes.placement import VACANT, Placement, ranks_of
-from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.reach import reach
 

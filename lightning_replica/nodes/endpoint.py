@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_replica.core.limited import within
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.stores.address import Address, EtcdAddress, StoreAddress
 from lightning_replica.stores.reach import reach
 from lightning_replica.stores.tcp import serve

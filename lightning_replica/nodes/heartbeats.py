@@ -21,8 +21,8 @@ from lightning_replica.errors import ProtocolError
 from lightning_replica.nodes.listener import is_dead
 from lightning_replica.nodes.liveness import Heartbeat, Liveness
 from lightning_replica.nodes.membership import Member, come
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.nodes.reconnecting_store import ReconnectingStore, StoreGoneError
-from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.tagged import peek
 
 _FENCE_LOOKS: Final = 50  # during the time-out

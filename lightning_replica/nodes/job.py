@@ -18,7 +18,7 @@ from lightning_replica.core.messages import say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.node import start_script
-from lightning_replica.launch.place import LOOPBACK, Place
+from lightning_replica.launch.node_context import LOOPBACK, NodeContext
 from lightning_replica.launch.rank_logs import RankLogs
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor
@@ -29,8 +29,8 @@ from lightning_replica.nodes.failover import Stores
 from lightning_replica.nodes.listener import Listener
 from lightning_replica.nodes.meeting import join
 from lightning_replica.nodes.membership import register
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.nodes.placement import ranks_of
-from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.interface import Store
 from lightning_replica.stores.reach import reach
@@ -70,7 +70,7 @@ def run(settings: NodeSettings, command: Sequence[str], logs: RankLogs | None = 
         logs=logs,
     )
     cluster = Cluster(settings, stores, node_store, own, listener, placement, supervisor)
-    place = Place(
+    context = NodeContext(
         world_size=settings.world_size,
         local_world_size=settings.nproc_per_node,
         store=address,
@@ -82,7 +82,7 @@ def run(settings: NodeSettings, command: Sequence[str], logs: RankLogs | None = 
     ranks = ranks_of(slots, settings.nproc_per_node)
     if ranks:
         say(f"node {own.name} has ranks {list(ranks)}.")  # a spare says that it waits once the others know of it
-    code = supervisor.run_at(place, stores.connect, ranks, cluster)
+    code = supervisor.run_at(context, stores.connect, ranks, cluster)
     cluster.heartbeats.report_end(code)
     attempt.close(store)
     store.add(keys.NODES_LEFT, 1)

@@ -27,8 +27,8 @@ from lightning_replica.errors import ConfigurationError
 from lightning_replica.nodes.listener import is_dead
 from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.membership import Member, come, first_placement
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.nodes.placement import Placement
-from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.tagged import peek
 
 _SLICE_S: Final = 1.0

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning_replica.core.grid import Table
 from lightning_replica.groups.names import Held
+from lightning_replica.recovery.hyperparameters import check_settings
 from lightning_replica.recovery.planner import Plan, Report, make_plan
-from lightning_replica.recovery.settings import check_settings
 
 
 @dataclass(frozen=True)

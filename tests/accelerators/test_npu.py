@@ -23,7 +23,7 @@ from lightning_replica import ConfigurationError, NPUAccelerator
 from lightning_replica.accelerators.npu import chosen
 from lightning_replica.devices import npu_package
 from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.place import Place
+from lightning_replica.launch.node_context import NodeContext
 from tests.support.npu_wheel import NO_DEVICE, TWO_DEVICES, Wheel, at_hand, skeleton
 from tests.support.ranks import run_ranks
 
@@ -156,8 +156,8 @@ def constructed(rank: int, store: Any, folder: str) -> Any:
     logging.getLogger("lightning_replica.devices").addHandler(handler)
     os.environ["TORCH_HCCL_BLOCKING_WAIT"] = "1"
     # As a rank: any other process becomes the supervisor here.
-    place = Place.alone(2, store.port)
-    os.environ |= RankEnvironment(place.store, os.getppid(), 0).variables(0, place, {})
+    context = NodeContext.alone(2, store.port)
+    os.environ |= RankEnvironment(context.store, os.getppid(), 0).variables(0, context, {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -41,7 +41,7 @@ def test_a_script_that_survives(tmp_path: Path, capsys: pytest.CaptureFixture[st
     log = (tmp_path / "out" / "run-1" / "log.txt").read_text()
     assert "Rank 1 died (SIGKILL); a new process takes its place" in log
     assert "recovered" not in (tmp_path / "out" / "untouched" / "log.txt").read_text()
-    places = json.loads((tmp_path / "out" / "untouched" / "places1.json").read_text())
+    places = json.loads((tmp_path / "out" / "untouched" / "points1.json").read_text())
     assert places["epoch_end"] == places["batch_end"] == 12
     assert "validation" not in places
 

@@ -22,9 +22,9 @@ from lightning_replica import ConfigurationError
 from lightning_replica.callbacks import FaultInjector, Fingerprint, Injected, InjectedFault
 from lightning_replica.chaos import compare
 from lightning_replica.chaos.fault_injector import EXIT_CODE, _Ledger
+from lightning_replica.chaos.fault_points import FAULT_POINTS, FaultPointCallback
 from lightning_replica.chaos.faults import Dice, parse_all
 from lightning_replica.chaos.fingerprint import digest
-from lightning_replica.chaos.places import PLACES, PlaceCallback
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.keys import PHASE
 from lightning_replica.core import points
@@ -261,13 +261,13 @@ def test_another_strategy(tmp_path: Path) -> None:
 
 
 def test_draws() -> None:
-    dice = Dice(7, ("kill", "corrupt", "sigterm"), PLACES)
+    dice = Dice(7, ("kill", "corrupt", "sigterm"), FAULT_POINTS)
     due = [(step, 0.0) for step in range(200)]
     drawn = dice.draw(due, 4)
     assert (
         drawn
-        == Dice(7, ("kill", "corrupt", "sigterm"), PLACES).draw(due, 4)
-        != Dice(8, dice.kinds, PLACES).draw(due, 4)
+        == Dice(7, ("kill", "corrupt", "sigterm"), FAULT_POINTS).draw(due, 4)
+        != Dice(8, dice.kinds, FAULT_POINTS).draw(due, 4)
     )
     assert {fault.rank for fault in drawn} == {0, 1, 2, 3}
     assert all(fault.kind != "sigterm" for fault in drawn[:-1])
@@ -313,9 +313,9 @@ def test_modules_and_layers_can_be_pickled_and_copied() -> None:
     """A checkpoint may hold layers among the hyperparameters, and a callback may copy the module."""
     places: list[str] = []
 
-    class Seen(PlaceCallback):
-        def reach(self, trainer: Any, place: Any) -> None:
-            places.append(place)
+    class Seen(FaultPointCallback):
+        def reach(self, trainer: Any, point: Any) -> None:
+            places.append(point)
 
     module: Any = Layered()
     seen = Seen()

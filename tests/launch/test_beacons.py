@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lightning_replica.core import points
 from lightning_replica.core.pending_work import wait
 from lightning_replica.launch import beacons, stacks
-from lightning_replica.launch.beacons import PLACES, Beacon, Beacons, HangLimits, Learnt, Slot
+from lightning_replica.launch.beacons import POSITIONS, Beacon, Beacons, HangLimits, Learnt, Slot
 from tests.support.forked import context
 
 LIMITS = HangLimits(1.0, 100.0, 30.0)
@@ -56,7 +56,7 @@ def test_a_point_is_seen_by_the_supervisor_and_by_nobody_else(block: tuple[Beaco
     points.reach("update")
     slot = block[0].slot(1)
     assert before <= slot.since == slot.written <= time.monotonic()
-    assert (slot.count, PLACES[slot.place], slot.waiting) == (1, "update", False)
+    assert (slot.count, POSITIONS[slot.position], slot.waiting) == (1, "update", False)
     assert slot.deadline == slot.written + 100.0
     assert (slot.process, slot.stacks, slot.thread) == (os.getpid(), 7, threading.main_thread().ident)
     # Fresh memory is zero: a rank that has not been started yet is nobody's business.
@@ -90,7 +90,7 @@ def test_a_wait_is_renewed_and_does_not_count(block: tuple[Beacons, str], rank_1
     assert (second.count, third.count, after.count) == (first.count + 1, first.count + 1, first.count + 2)
     assert third.deadline == third.written + LIMITS.min_s
     assert first.deadline == first.written + LIMITS.min_s  # the fourth time: learnt
-    assert rank_1._learnt[PLACES.index("gather")]._longest_s < 0.4  # the wait itself is longer
+    assert rank_1._learnt[POSITIONS.index("gather")]._longest_s < 0.4  # the wait itself is longer
 
 
 def test_recovery_has_a_limit_of_its_own(block: tuple[Beacons, str], rank_1: Beacon) -> None:

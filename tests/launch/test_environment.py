@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_replica.launch.environment import RankEnvironment, allocator, hash_seed
-from lightning_replica.launch.place import Place
+from lightning_replica.launch.node_context import NodeContext
 from lightning_replica.launch.standby import _Standby
 from lightning_replica.stores.address import StoreAddress
 
@@ -34,7 +34,7 @@ def test_the_caches_of_malloc_are_off_unless_the_user_has_set_them(
 
 def test_a_rank() -> None:
     store = StoreAddress("127.0.0.1", 1)
-    variables = RankEnvironment(store, os.getpid(), 0).variables(0, Place(2, 2, store), {"GLIBC_TUNABLES": "a=1"})
+    variables = RankEnvironment(store, os.getpid(), 0).variables(0, NodeContext(2, 2, store), {"GLIBC_TUNABLES": "a=1"})
     assert variables["GLIBC_TUNABLES"] == "a=1:glibc.malloc.tcache_count=0"
     assert variables["PYTHONHASHSEED"] == "0"
 

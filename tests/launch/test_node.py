@@ -13,7 +13,7 @@ from lightning_replica.control import planned_save
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.launch import node as node_module
 from lightning_replica.launch.node import Node
-from lightning_replica.launch.place import Place
+from lightning_replica.launch.node_context import NodeContext
 
 STUBBORN = """
 import signal, sys
@@ -36,7 +36,7 @@ def test_whoever_is_told_again_waits_no_longer(
     )
     raised: list[bool] = []
     monkeypatch.setattr(node_module, "raise_limit", lambda: raised.append(True))
-    node.open(Place.alone(1, 1), NotImplemented)
+    node.open(NodeContext.alone(1, 1), NotImplemented)
     assert raised == [True]
     node.start(0, 0)
     process = cast("subprocess.Popen[str]", node.children[0].process)

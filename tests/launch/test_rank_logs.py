@@ -12,7 +12,7 @@ from lightning_replica.cli import run
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.node import Node
-from lightning_replica.launch.place import Place
+from lightning_replica.launch.node_context import NodeContext
 from lightning_replica.launch.rank_logs import RankLogs, redirect
 from tests.support.nodes import COMMAND, ENVIRONMENT
 
@@ -143,7 +143,7 @@ def test_a_replacement_takes_its_place_without_a_file(
         return subprocess.Popen([sys.executable, "-c", ""])
 
     node = Node(start, 1, RecoveryOptions(), tmp_path, None, logs)
-    node.open(Place.alone(1, 1), NotImplemented)
+    node.open(NodeContext.alone(1, 1), NotImplemented)
     with pytest.raises(OSError, match="No space left"):
         node.start(0, 0)
     node.start(0, 1)

@@ -20,7 +20,7 @@ from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.launch.activity import Activity
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.node import Process, start_script
-from lightning_replica.launch.place import LOOPBACK
+from lightning_replica.launch.node_context import LOOPBACK
 from lightning_replica.launch.set_up import SetUp
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.stores import tcp

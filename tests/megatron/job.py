@@ -21,8 +21,8 @@ from lightning_replica import ReplicaZeroStrategy
 from lightning_replica._compat import megatron
 from lightning_replica.callbacks import DyingGaspCheckpoint
 from lightning_replica.megatron import DynamicGradScaler
+from lightning_replica.megatron.megatron_strategy import MegatronReplicaStrategy
 from lightning_replica.megatron.sizes import ParallelSizes
-from lightning_replica.megatron.strategy import MegatronReplicaStrategy
 from tests.support import job
 from tests.support.trainers import state_of, strategy_of
 

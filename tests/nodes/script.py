@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import CheckpointPublisher, DyingGaspCheckpoint, ReplicaZeroStrategy
-from lightning_replica.chaos.places import Place, PlaceCallback
+from lightning_replica.chaos.fault_points import FaultPoint, FaultPointCallback
 from lightning_replica.core import points
 
 REPLICAS = int(os.environ.get("REPLICAS", "2"))
@@ -57,15 +57,15 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Stops(PlaceCallback):
+class Stops(FaultPointCallback):
     """Stops at places, as the test wants it."""
 
     def __init__(self, out: Path, stops: list[Any]) -> None:
         super().__init__()
         self.out, self.stops = out, stops
 
-    def reach(self, trainer: L.Trainer, place: Place) -> None:
-        here = [trainer.global_step, place, trainer.global_rank]
+    def reach(self, trainer: L.Trainer, point: FaultPoint) -> None:
+        here = [trainer.global_step, point, trainer.global_rank]
         for number in [number for number, stop in enumerate(self.stops) if stop == here]:
             go = self.out / f"go{number}"
             if not go.exists():

@@ -14,8 +14,8 @@ from lightning_replica.control import keys
 from lightning_replica.nodes import attempt
 from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.membership import register
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.nodes.placement import Placement
-from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.reach import reach
 from lightning_replica.stores.tcp import connect, serve

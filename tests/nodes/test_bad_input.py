@@ -13,7 +13,7 @@ from lightning_replica.cli import run
 from lightning_replica.cli.main import main
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.nodes import endpoint, job
-from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.tcp import listen, serve
 from tests.support.ranks import free_port

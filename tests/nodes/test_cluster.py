@@ -19,9 +19,9 @@ from lightning_replica.nodes.failover import Stores
 from lightning_replica.nodes.listener import Listener, is_dead
 from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.membership import Member, register
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.nodes.placement import Placement
 from lightning_replica.nodes.reconnecting_store import ReconnectingStore, StoreGoneError
-from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.tcp import connect, serve
 

@@ -13,7 +13,7 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.nodes.failover import NoFailoverError, agree_on_failover
 from lightning_replica.nodes.listener import Listener, is_dead
 from lightning_replica.nodes.membership import Member
-from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress, parse
 from lightning_replica.stores.shared import SharedStore
 from lightning_replica.stores.tcp import connect, serve

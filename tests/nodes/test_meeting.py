@@ -19,8 +19,8 @@ from lightning_replica.nodes.listener import Listener
 from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.meeting import join
 from lightning_replica.nodes.membership import Member, register
+from lightning_replica.nodes.node_settings import NodeSettings
 from lightning_replica.nodes.placement import Placement
-from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.tcp import connect, serve
 from tests.support.ranks import free_port

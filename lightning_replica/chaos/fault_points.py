@@ -1,4 +1,4 @@
-"""Where a fault can strike: the named points of the package, and places in the user's own code."""
+"""Where a fault can strike: the named points of the package, and points in the user's own code."""
 
 import copy
 import functools
@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.points import Point, listen
 
-UserPlace: TypeAlias = Literal[
+UserPoint: TypeAlias = Literal[
     "forward",  # a layer is done, others are not
     "backward",  # a gradient is there, others are not
     "train_batch_end",  # in `on_train_batch_end`
@@ -21,30 +21,30 @@ UserPlace: TypeAlias = Literal[
     "scheduler",  # a scheduler is about to step (automatic optimization)
     "logger",  # metrics are about to go to a logger
 ]
-Place: TypeAlias = Point | UserPlace
+FaultPoint: TypeAlias = Point | UserPoint
 
-USER_PLACES: tuple[Place, ...] = get_args(UserPlace)
-PLACES: tuple[Place, ...] = (*cast("tuple[Place, ...]", get_args(Point)), *USER_PLACES)
+USER_POINTS: tuple[FaultPoint, ...] = get_args(UserPoint)
+FAULT_POINTS: tuple[FaultPoint, ...] = (*cast("tuple[FaultPoint, ...]", get_args(Point)), *USER_POINTS)
 
 
-class PlaceCallback(pl.Callback):
-    """Calls its `reach` at every place of a fit, on every rank.
+class FaultPointCallback(pl.Callback):
+    """Calls its `reach` at every point of a fit, on every rank.
 
-    Where Lightning has a callback hook for a place, that hook is used. Other places need hooks on layers, parameters,
+    Where Lightning has a callback hook for a point, that hook is used. Other points need hooks on layers, parameters,
     schedulers and loggers, which are installed from the start of a fit to its end.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def reach(self, trainer: pl.Trainer, place: Place) -> None:
-        """Handle that this rank has come to ``place``."""
+    def reach(self, trainer: pl.Trainer, point: FaultPoint) -> None:
+        """Handle that this rank has come to ``point``."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the hooks on layers, parameters, schedulers and loggers."""
 
-        def reach(place: Place, *_: Any) -> None:
-            self.reach(trainer, place)
+        def reach(point: FaultPoint, *_: Any) -> None:
+            self.reach(trainer, point)
 
         layers = {layer for layer in pl_module.modules() if layer is not pl_module and not any(layer.children())}
 
@@ -63,20 +63,20 @@ class PlaceCallback(pl.Callback):
             self._undo.append(_before(logger, "log_metrics", functools.partial(reach, "logger")))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Report the place "train_batch_end"."""
+        """Report the point "train_batch_end"."""
         self.reach(trainer, "train_batch_end")
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Report the place "validation", in validations of a fit only."""
+        """Report the point "validation", in validations of a fit only."""
         if trainer.validating and self._undo:
             self.reach(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Report the place "epoch_end"."""
+        """Report the point "epoch_end"."""
         self.reach(trainer, "epoch_end")
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Report the place "checkpoint", during a fit only."""
+        """Report the point "checkpoint", during a fit only."""
         if self._undo:
             self.reach(trainer, "checkpoint")
 

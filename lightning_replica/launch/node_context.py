@@ -11,7 +11,7 @@ _LOOPBACKS: Final = ("lo", "lo0")  # Linux, macOS
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeContext:
     """What a supervisor knows of the world around it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Place:
     doubles_up: bool = False
 
     @classmethod
-    def alone(cls, world_size: int, port: int) -> "Place":
+    def alone(cls, world_size: int, port: int) -> "NodeContext":
         """Return the place of the only supervisor, which serves the store itself."""
         return cls(world_size, world_size, StoreAddress(LOOPBACK, port), None, loopback_interface())
 
