@@ -83,6 +83,21 @@ class Lineage:
 
 
 @dataclass(frozen=True)
+class Purpose:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: Optimizer steps in it. Readers use it to find the newer of two checkpoints.
+        written_for: Why it is written, for people who look at it later: "periodic", "gasp", "planned".
+        lineage: Which training writes it.
+    """
+
+    step: int | None = None
+    written_for: str = "periodic"
+    lineage: Lineage = Lineage()
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a published directory holds.
 

@@ -24,7 +24,6 @@ from lightning_replica._compat.dtensor import local_of
 from lightning_replica.checkpoint import contents as stored
 from lightning_replica.checkpoint import coverage, publish, verification
 from lightning_replica.checkpoint.barrier import Barrier
-from lightning_replica.checkpoint.boxes import Whole
 from lightning_replica.checkpoint.chunks import Chunk, ChunkReader, write_chunks, write_metadata
 from lightning_replica.checkpoint.contents import (
     CONTENTS,
@@ -39,7 +38,8 @@ from lightning_replica.checkpoint.contents import (
 )
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.location import Given, Location, locate
-from lightning_replica.checkpoint.manifest import FileInfo, Lineage, Manifest
+from lightning_replica.checkpoint.manifest import FileInfo, Manifest, Purpose
+from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.place import Files
 from lightning_replica.checkpoint.places import place_of
 from lightning_replica.checkpoint.reads import Reads
@@ -79,15 +79,12 @@ class Staged:
 def save_sharded(
     path: Given,
     state: Checkpointable,
-    names: Sequence[str],
-    extra_tensors: Mapping[str, Tensor],
+    model: NamedModel,
     plain: Mapping[str, Any],
     *,
-    aliases: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
     ranks: Collection[int] | None = None,
-    step: int | None = None,
-    written_for: str = "periodic",
+    purpose: Purpose = Purpose(),  # noqa: B008
 ) -> None:
     """Write a checkpoint, every element once, all ranks in parallel. Collective.
 
@@ -99,55 +96,39 @@ def save_sharded(
         CheckpointError: On every rank of the group, if any rank failed. A checkpoint published before stays.
     """
     barrier = Barrier(group)
-    staged = stage(
-        path, state, names, extra_tensors, plain, barrier, aliases=aliases, ranks=ranks, step=step,
-        written_for=written_for,
-    )  # fmt: skip
-    write(staged, barrier)
+    write(stage(path, state, model, plain, barrier, ranks=ranks, purpose=purpose), barrier)
 
 
 def stage(
     path: Given,
     state: Checkpointable,
-    names: Sequence[str],
-    extra_tensors: Mapping[str, Tensor],
+    model: NamedModel,
     plain: Mapping[str, Any],
     barrier: Barrier,
     *,
-    aliases: Mapping[str, str] | None = None,
-    parts: Sequence[str] = ("",),
-    whole: Whole | None = None,
     ranks: Collection[int] | None = None,
-    step: int | None = None,
-    written_for: str = "periodic",
-    lineage: Lineage | None = None,
+    purpose: Purpose = Purpose(),  # noqa: B008
 ) -> Staged:
     """Find out what this rank writes. Collective. This writes nothing and copies no tensors.
 
     Args:
         path: The directory to write, or its URL.
         state: The sharded state.
-        names: Name of every parameter, in registration order.
-        extra_tensors: What the state dict has beside trained parameters, by name; the same on ranks with the same part.
+        model: The rank's model, or its part of it.
         plain: Other tensors and plain data to save. Rank 0 of the group writes them.
         barrier: The barrier of the ranks that save.
-        aliases: For every further name of a parameter or buffer (tied weights), its first.
-        parts: Which parts of the model this rank has: what these names begin with; empty for the whole model.
-        whole: Where they lie in the whole model, as far as known.
         ranks: The ranks whose pieces this rank writes; None means its own. If only survivors save, one of them also
             writes the pieces of a lost peer. The group as a whole must write the pieces of every rank once.
-        step: Optimizer steps in the state. Readers use it to find the newer of two checkpoints.
-        written_for: Why the checkpoint is written, for people who look at it later: "periodic", "gasp", "planned".
-        lineage: Which training writes it.
+        purpose: What the checkpoint says of itself.
 
     Raises:
         CheckpointError: On every rank of the group, if the arguments cannot be saved.
     """
-    writes = Writes()
+    writes, parts, extra_tensors = Writes(), model.parts, model.extra_tensors
 
     def prepare() -> tuple[Sequence[str], int, list[dict[str, StateInfo]]]:
-        weights_of(state, names, extra_tensors)
-        writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
+        weights_of(state, model.names, extra_tensors)
+        writes.add_pieces(state, model.names, {state.rank} if ranks is None else ranks)
         return parts, state.grid.size, writes.state
 
     prepared = barrier.all(prepare)
@@ -160,8 +141,9 @@ def stage(
         for part in parts:
             if barrier.rank == sharers[part][0]:
                 own = [prepared[rank][2] for rank in sharers[part]]
-                weights = weights_of(state, names, extra_tensors)
-                described.append(describe(state, weights, aliases or {}, names, own, whole or Whole()).of_parts(part))
+                weights = weights_of(state, model.names, extra_tensors)
+                found = describe(state, weights, model.aliases, model.names, own, model.whole)
+                described.append(found.of_parts(part))
         return described
 
     of_parts = barrier.all(describe_parts) if parts[0] else None  # the whole model is described where it is written
@@ -181,8 +163,15 @@ def stage(
 
     files, found = barrier.run(pack)
     grid, partition = state.grid, state.settings.partition
-    size, lineage = sum(sizes.values()), lineage or Lineage()
-    described = Manifest({}, size, grid.replicas, partition, step, written_for, {}, lineage=lineage)
+    described = Manifest(
+        files={},
+        world_size=sum(sizes.values()),
+        replicas=grid.replicas,
+        partition=partition,
+        step=purpose.step,
+        written_for=purpose.written_for,
+        lineage=purpose.lineage,
+    )
     return Staged(locate(path), tuple(writes.chunks), files, found, state.rank, described)
 
 
@@ -223,17 +212,8 @@ def write(staged: Staged, barrier: Barrier) -> None:
         barrier.run(publish_it)
 
 
-def load_sharded(
-    path: Given,
-    state: Checkpointable,
-    names: Sequence[str],
-    extra_tensors: Mapping[str, Tensor],
-    *,
-    group: dist.ProcessGroup | None = None,
-    parts: Sequence[str] = ("",),
-    whole: Whole | None = None,
-) -> None:
-    """Read a checkpoint into parameters, main parameters, optimizers and ``extra_tensors``, in place. Collective.
+def load_sharded(path: Given, state: Checkpointable, model: NamedModel, group: dist.ProcessGroup | None = None) -> None:
+    """Read a checkpoint into parameters, main parameters, optimizers and extra tensors, in place. Collective.
 
     Each rank reads all weights, and of the rest only what its shard needs. Optimizers get their state through their own
     ``load_state_dict``. The checksum of each file is computed once, by one rank.
@@ -241,18 +221,16 @@ def load_sharded(
     Args:
         path: The directory, or its URL.
         state: The sharded state, with any number of ranks and replicas, and any partition.
-        names: Name of every parameter, in registration order.
-        extra_tensors: What the module's state dict has beside the trained parameters, by name.
+        model: The rank's model, or its part of it. If the checkpoint was written by ranks with other parts, the model
+            must say where its tensors lie in the whole one.
         group: The ranks that load; None means the default group.
-        parts: What the names of this rank's parts of the model begin with; empty for the whole model.
-        whole: Where they lie in the whole model. If the checkpoint was written by ranks with other parts, it is needed.
 
     Raises:
         CheckpointError: On every rank of the group. If the checkpoint is damaged or of another model, nothing has
             changed yet. If a rank could not read, some of the state may have changed.
     """
     barrier = Barrier(group)
-    boxes = (whole or Whole()).boxes
+    boxes, parts, names, extra_tensors = model.whole.boxes, model.parts, model.names, model.extra_tensors
 
     def check() -> tuple[Files, Manifest, Contents, Sources | None]:
         directory = verification.published(locate(path))

@@ -5,8 +5,8 @@ whenever it passes one of the points of `lightning_replica.core.points`: where i
 next point. That takes about a microsecond, no system call and no message.
 
 The rank learns its time-outs: for each position, five times the longest time that it has taken there, between the
-limits that the user sets. Time that it spends waiting for others does not count. While it waits, it writes so every 20 ms: a
-waiting rank is never the one that hangs, unless it stops writing.
+limits that the user sets. Time that it spends waiting for others does not count. While it waits, it writes so every
+20 ms: a waiting rank is never the one that hangs, unless it stops writing.
 """
 
 import math

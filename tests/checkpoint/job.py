@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica.checkpoint.location import Location, locate
+from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.sharded import load_sharded, save_sharded, untrained_tensors_of
 from lightning_replica.core.grid import Grid
 from lightning_replica.groups.membership import make_groups
@@ -119,11 +120,13 @@ class Run:
                 torch.distributed.broadcast(buffer, 0)
 
     def save(self, path: Location, **more: Any) -> None:
-        extras, aliases = untrained_tensors_of(self.net, self.state)
-        save_sharded(path, self.state, self.names, extras, PLAIN, aliases=aliases, **more)
+        save_sharded(path, self.state, self.named(), PLAIN, **more)
 
     def load(self, path: Location) -> None:
-        load_sharded(path, self.state, self.names, untrained_tensors_of(self.net, self.state)[0])
+        load_sharded(path, self.state, self.named())
+
+    def named(self) -> NamedModel:
+        return NamedModel(self.names, *untrained_tensors_of(self.net, self.state))
 
     def facts(self) -> dict[str, Any]:
         """Everything, as bytes in the order of memory: whole where each rank has it, pieces by where they begin."""

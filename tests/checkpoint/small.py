@@ -2,13 +2,14 @@
 
 import functools
 from collections import OrderedDict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Given, Location
+from lightning_replica.checkpoint.manifest import Purpose
 from lightning_replica.core.grid import Grid
 from tests.checkpoint.job import Run
 
@@ -39,10 +40,10 @@ def _fill(value: float) -> None:
         state["momentum_buffer"] = torch.full_like(piece.parameter, value, requires_grad=False)
 
 
-def save(path: P, step: int | None, value: float, **more: Any) -> P:
+def save(path: P, step: int | None, value: float, written_for: str = "periodic") -> P:
     """Publishes a checkpoint whose every element, of weights and optimizer state, is ``value``."""
     _fill(value)
-    _run().save(path, step=step, **more)
+    _run().save(path, purpose=Purpose(step, written_for))
     return path
 
 

@@ -16,6 +16,8 @@ from lightning_replica.checkpoint.chunks import ChunkReader
 from lightning_replica.checkpoint.contents import Contents, OptimizerInfo, StateInfo, TensorInfo, read_contents
 from lightning_replica.checkpoint.export import export
 from lightning_replica.checkpoint.location import locate
+from lightning_replica.checkpoint.manifest import Purpose
+from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.sharded import load_sharded, stage, write
 from lightning_replica.checkpoint.sources import Sources
 from lightning_replica.checkpoint.torch_dist import export_megatron
@@ -58,14 +60,16 @@ class Rows:
         flat = torch.cat([state[p.parameter]["momentum_buffer"].reshape(-1) for p in self.optimizer.pieces])
         return flat.view(self.weight.shape).T
 
+    def named(self) -> NamedModel:
+        return NamedModel(self.names, self.extras, parts=(self.part,), whole=self.whole)
+
     def save(self, path: Path) -> Path:
-        barrier, state = Barrier(None), self.run.state
-        where: dict[str, Any] = {"parts": (self.part,), "whole": self.whole}
-        write(stage(locate(path), state, self.names, self.extras, {}, barrier, step=7, **where), barrier)
+        barrier = Barrier(None)
+        write(stage(locate(path), self.run.state, self.named(), {}, barrier, purpose=Purpose(7)), barrier)
         return path
 
     def load(self, path: Path) -> "Rows":
-        load_sharded(path, self.run.state, self.names, self.extras, parts=(self.part,), whole=self.whole)
+        load_sharded(path, self.run.state, self.named())
         return self
 
 

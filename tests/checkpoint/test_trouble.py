@@ -18,6 +18,7 @@ from lightning_replica.checkpoint import verification
 from lightning_replica.checkpoint.chunks import Chunk, ChunkReader
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import locate
+from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.sharded import save_sharded
 from lightning_replica.core.points import listen
 from lightning_replica.errors import CheckpointError
@@ -195,16 +196,20 @@ def bad_saves(rank: int, store: Any, root: str) -> dict[str, Any]:
     run.save(path)
     before = sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())
     extras = {"frozen": run.net.frozen}
+
+    def named(extra_tensors: dict[str, torch.Tensor]) -> NamedModel:
+        return NamedModel(run.names, extra_tensors)
+
     texts = {
         "plain": complaint(
-            lambda: save_sharded(path, run.state, run.names, extras, {"x": [1, {"y": argparse.Namespace(z=1)}]})
+            lambda: save_sharded(path, run.state, named(extras), {"x": [1, {"y": argparse.Namespace(z=1)}]})
         ),
-        "missing": complaint(lambda: save_sharded(path, run.state, run.names, {}, {})),
-        "twice": complaint(lambda: save_sharded(path, run.state, run.names, {"scale": run.net.scale}, {})),
+        "missing": complaint(lambda: save_sharded(path, run.state, named({}), {})),
+        "twice": complaint(lambda: save_sharded(path, run.state, named({"scale": run.net.scale}), {})),
     }
     if rank == 1:
         run.state.optimizers[0].pieces.pop()
-    texts["hole"] = complaint(lambda: save_sharded(path, run.state, run.names, extras, {}))
+    texts["hole"] = complaint(lambda: save_sharded(path, run.state, named(extras), {}))
     assert sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir()) == before
     return texts
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from lightning_replica._compat import megatron
 from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.checkpoint.location import locate
+from lightning_replica.checkpoint.manifest import Purpose
+from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.sharded import load_sharded, stage, untrained_tensors_of, write
 from lightning_replica.errors import CheckpointError
 from lightning_replica.megatron.division import part_of
@@ -110,12 +112,14 @@ class Rank:
             expected = {key: each.view(piece.parameter.shape) for key, each in state.items()}
             yield piece, sharded.optimizer.state[piece.parameter], {"step": torch.tensor(3.0), **expected}
 
+    def named(self) -> NamedModel:
+        return NamedModel(self.names, self.extras, parts=self.part.names, whole=self.part.whole())
+
     def save(self, path: str) -> str:
         for _, state, expected in self.pieces():
             state |= {key: each.clone() for key, each in expected.items()}
         barrier = Barrier(None)
-        where: dict[str, Any] = {"parts": self.part.names, "whole": self.part.whole()}
-        write(stage(locate(path), self.engine, self.names, self.extras, {}, barrier, step=3, **where), barrier)
+        write(stage(locate(path), self.engine, self.named(), {}, barrier, purpose=Purpose(3)), barrier)
         return ""
 
     def load(self, path: str) -> str:
@@ -123,9 +127,7 @@ class Rank:
             for parameter in self.module.parameters():
                 parameter.fill_(-1)
         try:
-            load_sharded(
-                path, self.engine, self.names, self.extras, parts=self.part.names, whole=self.part.whole()
-            )  # fmt: skip
+            load_sharded(path, self.engine, self.named())
         except CheckpointError as error:
             return str(error)
         return ", ".join(self.wrong())

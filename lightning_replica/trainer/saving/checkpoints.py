@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +16,8 @@ from lightning_replica.checkpoint.barrier import Barrier, StoreBarrier
 from lightning_replica.checkpoint.contents import WEIGHTS_AT
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Location
-from lightning_replica.checkpoint.manifest import Lineage
+from lightning_replica.checkpoint.manifest import Lineage, Purpose
+from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.places import place_of
 from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
@@ -130,7 +131,7 @@ class Checkpoints:
             checkpoint = {**dump_checkpoint(trainer), OWN_KEY: {"main": {}, "resume": own}}
             if own["host"]["place"] == "tail":
                 resume.count_tail(checkpoint)
-            self.save_sharded(training, trainer.lightning_module, checkpoint, path, pieces, step, "gasp")
+            self._save_sharded(training, trainer.lightning_module, checkpoint, path, Purpose(step, "gasp"), pieces)
 
     def save_periodic(
         self,
@@ -152,13 +153,9 @@ class Checkpoints:
         with self._sharded():
             checkpoint = dump_checkpoint(trainer)
             self.complete(trainer, training, checkpoint)
-            self.save_sharded(
-                training,
-                trainer.lightning_module,
-                checkpoint,
-                path,
-                written_for=written_for,
-                store_barrier=store_barrier,
+            purpose = Purpose(checkpoint["global_step"], written_for)
+            self._save_sharded(
+                training, trainer.lightning_module, checkpoint, path, purpose, store_barrier=store_barrier
             )
 
     def settle(self, check: Callable[[], None]) -> Exception | None:
@@ -182,14 +179,19 @@ class Checkpoints:
             self._form = form
 
     def save_sharded(
+        self, training: Training, module: pl.LightningModule, checkpoint: dict[str, Any], path: Location
+    ) -> None:
+        """Write this rank's part of a checkpoint that Lightning has put together. Collective."""
+        self._save_sharded(training, module, checkpoint, path, Purpose(checkpoint["global_step"]))
+
+    def _save_sharded(
         self,
         training: Training,
         module: pl.LightningModule,
         checkpoint: dict[str, Any],
         path: Location,
+        purpose: Purpose,
         pieces: Collection[int] | None = None,
-        step: int | None = None,
-        written_for: str = "periodic",
         store_barrier: StoreBarrier | None = None,
     ) -> None:
         """Write this rank's part of a sharded checkpoint, or the parts of the ranks ``pieces``. Collective."""
@@ -197,9 +199,10 @@ class Checkpoints:
 
         if pieces is None:
             training.share_buffers()
-        names, extras, aliases = _named(training, module)
-        shared = training.shared_buffers()
-        extras = {name: shared.get(id(each), each) for name, each in extras.items()}  # each rank writes some
+        named, shared = _named(training, module), training.shared_buffers()
+        extras = {
+            name: shared.get(id(each), each) for name, each in named.extra_tensors.items()
+        }  # each rank writes some
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
         place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
         checkpoint, _ = made_plain(checkpoint)
@@ -208,17 +211,11 @@ class Checkpoints:
         staged = sharded.stage(
             path,
             training.state,
-            names,
-            extras,
+            replace(named, extra_tensors=extras),
             plain,
             barrier,
-            aliases=aliases,
-            parts=training.part.names,
-            whole=training.part.whole(),
             ranks=pieces,
-            step=checkpoint["global_step"] if step is None else step,
-            written_for=written_for,
-            lineage=self.lineage_in(path.parent),
+            purpose=replace(purpose, lineage=self.lineage_in(path.parent) or Lineage()),
         )
         first = pieces is None and training.groups.rank == 0
 
@@ -334,19 +331,22 @@ def _train_the_same(module: pl.LightningModule, trained: Sequence[bool]) -> None
 def _load_shards(training: Training, module: pl.LightningModule, directory: Location) -> None:
     from lightning_replica.checkpoint import sharded
 
-    names, extras, _ = _named(training, module)
-    part = training.part
-    sharded.load_sharded(directory, training.state, names, extras, parts=part.names, whole=part.whole())
+    sharded.load_sharded(directory, training.state, _named(training, module))
 
 
-def _named(training: Training, module: pl.LightningModule) -> tuple[list[str], dict[str, Tensor], dict[str, str]]:
-    """Return the names of all parameters, what is beside the trained ones, and aliases, as a checkpoint has them."""
+def _named(training: Training, module: pl.LightningModule) -> NamedModel:
+    """Return the rank's part of the model, by the names of a checkpoint."""
     from lightning_replica.checkpoint import sharded
 
     part = training.part
     extras, aliases = sharded.untrained_tensors_of(module, training.state)
-    named = {part.named(alias): part.named(name) for alias, name in aliases.items()}
-    return [part.named(name) for name, _ in module.named_parameters()], part.all_named(extras), named
+    return NamedModel(
+        [part.named(name) for name, _ in module.named_parameters()],
+        part.all_named(extras),
+        {part.named(alias): part.named(name) for alias, name in aliases.items()},
+        part.names,
+        part.whole(),
+    )
 
 
 def weights_of_part(path: Location, part: ModelPart, module: pl.LightningModule, read: Mapping[str, Any]) -> Any:
