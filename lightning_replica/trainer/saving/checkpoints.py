@@ -200,9 +200,8 @@ class Checkpoints:
         if pieces is None:
             training.share_buffers()
         named, shared = _named(training, module), training.shared_buffers()
-        extras = {
-            name: shared.get(id(each), each) for name, each in named.extra_tensors.items()
-        }  # each rank writes some
+        # Each rank writes some of the shared ones.
+        extras = {name: shared.get(id(each), each) for name, each in named.extra_tensors.items()}
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
         place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
         checkpoint, _ = made_plain(checkpoint)
