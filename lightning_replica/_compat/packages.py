@@ -171,7 +171,7 @@ class _Watch(MetaPathFinder):
 
     def __init__(self, call: Callable[[Package], None]) -> None:
         self._call = call
-        self._told: set[Package] = set()
+        self._reported: set[Package] = set()
 
     def begin(self) -> None:
         """Watch, in place of a watch that has begun before: `importlib.reload` begins another."""
@@ -198,9 +198,9 @@ class _Watch(MetaPathFinder):
             self._tell(package)
 
     def _tell(self, package: Package) -> None:
-        if package not in self._told:
+        if package not in self._reported:
             self._call(package)
-            self._told.add(package)
+            self._reported.add(package)
 
 
 class _TellingLoader(Loader):

@@ -163,7 +163,7 @@ def share(directory: Path, token: str, seen_s: float = _SEEN_S) -> bool:
 
 
 def _wait_for_others(file: int, directory: Path, grace_s: float) -> _Lock:
-    deadline, told = time.monotonic() + grace_s, False
+    deadline, announced = time.monotonic() + grace_s, False
     while (found := _lock(file, fcntl.LOCK_EX)) is _Lock.OF_OTHERS:
         about = _about(file)
         who = f"of process {about.get('pid', 'unknown')} on {about.get('host', 'an unknown host')}"
@@ -173,9 +173,9 @@ def _wait_for_others(file: int, directory: Path, grace_s: float) -> _Lock:
                 " checkpoints. End that run, or give this one another directory. If that run's machine is lost, remove"
                 f" {directory / LEASE}."
             )
-        if not told:
+        if not announced:
             say(f"waits for another run, {who}, which still writes to {directory}, for up to {grace_s:g} s.")
-            told = True
+            announced = True
         time.sleep(_POLL_S)
     return found
 

@@ -74,11 +74,11 @@ def by_rank(ranks: int, replicas: int, stages: int = 1) -> Holders:
     Tensor and expert parallelism change nothing: they divide the ranks that lie between two holders.
     """
     in_stage = ranks // stages
-    apart = in_stage // replicas
+    stride = in_stage // replicas
     groups = (
-        frozenset(range(first + shard, first + in_stage, apart))
+        frozenset(range(first + shard, first + in_stage, stride))
         for first in range(0, ranks, in_stage)
-        for shard in range(apart)
+        for shard in range(stride)
     )
     return Holders(ranks, frozenset(groups))
 

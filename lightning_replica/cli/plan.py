@@ -161,7 +161,7 @@ def _of_nodes(job: costs.Job, ranks_per_node: int, division: Division) -> dict[s
     held = losses.by_node(job.ranks, job.replicas, ranks_per_node, stages)
     nodes = [str(rank // ranks_per_node) for rank in range(job.ranks)]
     grids = division.sizes.grids(job.ranks, job.replicas, len(set(nodes)))
-    found: dict[str, Any] = {"node_losses": _losses(held), "shards_together": len(grids.together(nodes))}
+    found: dict[str, Any] = {"node_losses": _losses(held), "shards_together": len(grids.co_located(nodes))}
     count = len(set(nodes)) // stages  # of a stage
     if not division.expert_parameters and count * stages == len(set(nodes)):
         stage = of_stage(job, division)

@@ -13,7 +13,7 @@ from lightning_replica.core.messages import warn
 from lightning_replica.errors import ProtocolError
 
 T = TypeVar("T")
-_told: set[str] = set()  # keys: this process tells once of each
+_reported: set[str] = set()  # keys: this process tells once of each
 
 
 def from_json(value: bytes | str) -> Any:
@@ -40,7 +40,7 @@ def read(key: str, value: bytes, parse: Callable[[bytes], T], otherwise: T) -> T
     try:
         return parse(value)
     except ProtocolError as error:
-        if key not in _told:
-            _told.add(key)
+        if key not in _reported:
+            _reported.add(key)
             warn(f"the value of the key {key!r} in the store cannot be used and is ignored: {error}")
         return otherwise

@@ -173,7 +173,7 @@ class Grid:
         """Return the M ranks that have the same position on their nodes as ``rank``, itself included, by node."""
         return self.ranks[self.local_of(rank) :: self.local_size]
 
-    def together(self, nodes: Sequence[str]) -> tuple[int, ...]:
+    def co_located(self, nodes: Sequence[str]) -> tuple[int, ...]:
         """Return the shards of which two holders stand on one node although there are several nodes.
 
         Args:
@@ -186,20 +186,20 @@ class Grid:
 
 
 def grids_of_every(
-    apart: int, ranks: range, replicas: int, per_node: int, averaged_over: int | None = None
+    stride: int, ranks: range, replicas: int, per_node: int, averaged_over: int | None = None
 ) -> tuple[Grid, ...]:
-    """Return ``apart`` grids of ``ranks``, each of every ``apart``-th of them.
+    """Return ``stride`` grids of ``ranks``, each of every ``stride``-th of them.
 
     Args:
-        apart: How far apart the ranks of a grid are.
+        stride: How far apart the ranks of a grid are.
         ranks: The ranks.
         replicas: Complete copies of the optimizer state, R.
         per_node: Number of ranks on each node of the plan.
         averaged_over: As in `Grid`.
     """
     found = []
-    for first in range(apart):
-        own = tuple(ranks[first::apart])
+    for first in range(stride):
+        own = tuple(ranks[first::stride])
         found.append(
             Grid(own, replicas, _nodes_of(own, per_node), None if averaged_over == len(own) else averaged_over)
         )

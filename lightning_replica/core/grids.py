@@ -110,7 +110,7 @@ class Grids:
         """Return the R ranks that own the shard of ``rank``, itself included, in order of replica."""
         return self.grid_of(rank).peers(rank)
 
-    def together(self, nodes: Sequence[str]) -> tuple[str, ...]:
+    def co_located(self, nodes: Sequence[str]) -> tuple[str, ...]:
         """Return the names of the shards of which two holders stand on one node although there are several nodes.
 
         Args:
@@ -118,7 +118,7 @@ class Grids:
         """
         found, first = [], 0
         for grid in self.grids:
-            found += [self.shard_name(first + shard) for shard in grid.together(nodes)]
+            found += [self.shard_name(first + shard) for shard in grid.co_located(nodes)]
             first += grid.shards
         return tuple(found)
 

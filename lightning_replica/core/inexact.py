@@ -67,7 +67,7 @@ class Inexact:
     def __init__(self) -> None:
         self._findings: dict[Finding, None] = {}
         self._of_kind = Counter[str]()  # findings whose texts differ in numbers only
-        self._told: set[Finding] = set()
+        self._reported: set[Finding] = set()
 
     @property
     def known(self) -> dict[str, Finding]:
@@ -96,7 +96,7 @@ class Inexact:
             replaced: Whether ranks were replaced.
         """
         concerns = {"fault", "replacement"} if replaced else {"fault"}
-        untold = {finding for finding in self._findings if finding.scope == "once"} - self._told
-        self._told |= untold
-        found = [finding for finding in self._findings if finding.scope in concerns or finding in untold]
+        unreported = {finding for finding in self._findings if finding.scope == "once"} - self._reported
+        self._reported |= unreported
+        found = [finding for finding in self._findings if finding.scope in concerns or finding in unreported]
         return {finding.name: finding.why for finding in found}

@@ -256,21 +256,21 @@ class Npu:
     def _read(self, error: BaseException) -> DeviceFault | None:
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError):
-            return DeviceFault("exhausted", _told(error))
+            return DeviceFault("exhausted", _text_of(error))
         if _OTHER_PROCESS in text:
             return None
         found = _CODE.search(text)
         named = next((known.code for known in ERROR_CODES if known.text in text), None)
         code = int(found[1]) if found else named
         if code is None:
-            return DeviceFault("lost", _told(error)) if _UNSAFE in text else None
+            return DeviceFault("lost", _text_of(error)) if _UNSAFE in text else None
         level = _LEVELS.get(code, "lost" if code in _STICKY else None)
         if code == _UCE and named != _UCE:
             level = "lost"  # no address is known, so it is unknown what was hit
         if code == _ECC:
             time = _TIME.search(text)
             self._ecc_us = -1 if time is None else int(time[1])
-        return None if level is None else DeviceFault(level, _told(error), code)
+        return None if level is None else DeviceFault(level, _text_of(error), code)
 
     def rng_state(self) -> bytes:
         """Return the state of the host's generators and the device's."""
@@ -285,7 +285,7 @@ class Npu:
             self._npu.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8), self._device)
 
 
-def _told(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """Return the first line of a message, without the place in torch_npu's code."""
     return first_line(error).rpartition("NPU function error: ")[2].strip()
 

@@ -83,7 +83,7 @@ class ProcessGroups:
         self._store = PatientStore(store, check, timeout_s, gathering)
         self._rank, self._world_size = rank, world_size
         self.device, self._timeout = device, timedelta(seconds=timeout_s)
-        self._on_host, self._apart = backend_on_host(device.backend)
+        self._on_host, self._separate = backend_on_host(device.backend)
         self._connect_timeout = timedelta(
             seconds=min(timeout_s, _CONNECT_S + _CONNECT_S_PER_RANK * world_size) / _GLOO_WAITS
         )
@@ -148,7 +148,7 @@ class ProcessGroups:
             self._with_successor = len(self._groups)
             # Groups of user code and groups that `add` made came last in the old list, and have no successor.
             for group, backend in zip(self._groups, kept, strict=False):
-                give_backend(group, self._apart, backend, self.device.backend)
+                give_backend(group, self._separate, backend, self.device.backend)
             self._handles.connect(generation, default, held or {})
         except RuntimeError as error:
             raise CollectiveError(f"Could not open the process groups of generation {generation}: {error}") from error
@@ -174,7 +174,7 @@ class ProcessGroups:
         with self._lock:
             for group in own:
                 forget_group(group, shut_down=False)
-        return [backend_of(group, self._apart) for group in own]
+        return [backend_of(group, self._separate) for group in own]
 
     def open_among(self, generation: int, ranks: Sequence[int]) -> None:
         """Open a default group of ``ranks`` only, numbered in this order. All of them call it.

@@ -209,15 +209,15 @@ class ParallelSizes:
         return self._every(self.experts_size, replicas, world_size, nodes, averaged_over)
 
     def _every(
-        self, apart: int, replicas: int, world_size: int, nodes: int, averaged_over: int | None = None
+        self, stride: int, replicas: int, world_size: int, nodes: int, averaged_over: int | None = None
     ) -> tuple[Grid, ...]:
-        """Return the grids of every ``apart``-th rank of each stage."""
+        """Return the grids of every ``stride``-th rank of each stage."""
         in_stage = world_size // self.pipeline_model_parallel_size
         stages = (range(first, first + in_stage) for first in range(0, world_size, in_stage))
         return tuple(
             grid
             for stage in stages
-            for grid in grids_of_every(apart, stage, replicas, world_size // nodes, averaged_over)
+            for grid in grids_of_every(stride, stage, replicas, world_size // nodes, averaged_over)
         )
 
     def _in_stage(self, rank: int, world_size: int) -> int:

@@ -180,21 +180,21 @@ class Channel:
 
     def _under_way(self, chunks: Sequence[_Chunk], sending: bool) -> Iterator[_Chunk]:
         """Move ``chunks``, several at a time, and yield each, in the host's memory, when it can be read."""
-        works: deque[tuple[Work, _Chunk, Tensor]] = deque()
+        pending: deque[tuple[Work, _Chunk, Tensor]] = deque()
         for place, (number, data) in enumerate(chunks):
             held = self._held(place, data)
             if sending and held is not data:
                 held.copy_(data)
-            works.append((self._launch(held, self._source), (number, data), held))
+            pending.append((self._launch(held, self._source), (number, data), held))
             if sending:
                 yield number, held
-            if len(works) == AHEAD:
-                yield from self._arrived(works, sending)
-        while works:
-            yield from self._arrived(works, sending)
+            if len(pending) == AHEAD:
+                yield from self._arrived(pending, sending)
+        while pending:
+            yield from self._arrived(pending, sending)
 
-    def _arrived(self, works: "deque[tuple[Work, _Chunk, Tensor]]", sending: bool) -> Iterator[_Chunk]:
-        work, (number, data), held = works.popleft()
+    def _arrived(self, pending: "deque[tuple[Work, _Chunk, Tensor]]", sending: bool) -> Iterator[_Chunk]:
+        work, (number, data), held = pending.popleft()
         self._wait(work)
         if not sending:
             if held is not data:

@@ -115,8 +115,8 @@ def _then(each: Incident) -> str:
         return f'<span class="failed">failed</span><br><small>{html.escape(each.error)}</small>'
     who = f"<br><small>rank {', '.join(map(str, each.replaced))}</small>" if each.replaced else ""
     inexact = "".join(f"<li>{html.escape(f'{name}: {why}')}</li>" for name, why in each.inexact.items())
-    told = f'<details><summary class="failed">not exact</summary><ul>{inexact}</ul></details>' if inexact else ""
-    return f"{html.escape(each.level)}{who}{told}"
+    details = f'<details><summary class="failed">not exact</summary><ul>{inexact}</ul></details>' if inexact else ""
+    return f"{html.escape(each.level)}{who}{details}"
 
 
 def _phases(each: Incident) -> str:

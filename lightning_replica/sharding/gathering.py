@@ -33,14 +33,14 @@ def gather(parts: Sequence[Part], groups: Groups, check: Check, is_in_step: bool
         is_in_step: Whether this is the parameter gather of a step, which has a point of its own.
     """
     if not groups.grid.replicas_fill_nodes:
-        works = [_in_replica(bucket, flat, groups) for bucket, flat in parts]
+        pending = [_in_replica(bucket, flat, groups) for bucket, flat in parts]
     else:
-        works = []
+        pending = []
         under_way = [_between_nodes(bucket, flat, groups) for bucket, flat in parts]
         for (bucket, flat), between in zip(parts, under_way, strict=True):
             _wait(between, check)
-            works.append(collectives.collect(flat, bucket.blocks, groups.node, groups.on_host))
-    for number, each in enumerate(works):
+            pending.append(collectives.collect(flat, bucket.blocks, groups.node, groups.on_host))
+    for number, each in enumerate(pending):
         _wait(each, check)
         if number == 0 and is_in_step:
             reach("gather")
@@ -92,8 +92,8 @@ def _gather_through(
 ) -> None:
     """Gather between nodes, then read the blocks of the other ranks of this node. Replicas fill nodes."""
     buckets = _buckets(active)
-    for works in [_between_nodes(bucket, getattr(buffers, kind), groups) for buffers, bucket in buckets]:
-        _wait(works, check)
+    for pending in [_between_nodes(bucket, getattr(buffers, kind), groups) for buffers, bucket in buckets]:
+        _wait(pending, check)
     memory.fence()
     for number, (buffers, bucket) in enumerate(buckets):
         for position, block in enumerate(bucket.blocks):
@@ -140,6 +140,6 @@ def _between_nodes(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
     ]
 
 
-def _wait(works: Sequence[Work], check: Check) -> None:
-    for work in works:
+def _wait(pending: Sequence[Work], check: Check) -> None:
+    for work in pending:
         wait(work, check)

@@ -50,7 +50,7 @@ class Gradients:
         self._optimizers, self._whole, self._manual = optimizers, settings.whole_gradients, settings.manual
         self._can_map, self._mapped = settings.shared_memory, False
         self._reducers = {grid: Reducer(settings.wire) for grid in grids}
-        self._told: dict[Grid, tuple[float, ...]] = {}  # which parameters have a gradient, where no commit says so
+        self._used: dict[Grid, tuple[float, ...]] = {}  # which parameters have a gradient, where no commit says so
         for buffers in self._all():
             self._reducer_of(buffers).add(buffers)
 
@@ -139,7 +139,7 @@ class Gradients:
         for way in ways:
             if way.groups.commit_is_shared:
                 own = voting.present(way.active, way.groups)
-                self._told[way.groups.grid] = voting.add_up(own, way.groups, self._check)
+                self._used[way.groups.grid] = voting.add_up(own, way.groups, self._check)
 
     def attach(self, optimizers: Optimizers) -> None:
         """Take whole gradients as they are now; hooks may have replaced or removed some."""
@@ -159,7 +159,7 @@ class Gradients:
     def take_used(self, optimizers: Optimizers, commit: Commit) -> None:
         """Record in the buffers which parameters have a gradient on any rank."""
         for way in self.ways(buffers_of(optimizers)):
-            used = self._told[way.groups.grid] if way.groups.commit_is_shared else commit.used
+            used = self._used[way.groups.grid] if way.groups.commit_is_shared else commit.used
             for buffers, flags in voting.deal(used, way.active, way.groups):
                 buffers.used = flags
 

@@ -54,7 +54,7 @@ class Job:
         missing: Number of parameters that still have no gradient.
         present: The ranks that sums are divided by, of all: two numbers.
         begun: Whether it has been sent.
-        works: The collectives of the stage under way.
+        pending: The collectives of the stage under way.
         room: What they receive into.
         sent: What they send, if that has another dtype than the gradients.
     """
@@ -64,7 +64,7 @@ class Job:
     missing: int
     present: tuple[int, int] = (1, 1)
     begun: bool = False
-    works: list[Work] = field(default_factory=list)
+    pending: list[Work] = field(default_factory=list)
     room: Tensor | None = None
     sent: Tensor | None = None
 
@@ -82,10 +82,10 @@ class Stage(Protocol):
         """Buffers that are kept, so that steps need not allocate them."""
 
     def begin(self, job: Job) -> None:
-        """Begin the collectives of a bucket, and put them into ``job.works``."""
+        """Begin the collectives of a bucket, and put them into ``job.pending``."""
 
     def end(self, job: Job) -> None:
-        """Use what has arrived. Called when ``job.works`` have ended."""
+        """Use what has arrived. Called when ``job.pending`` have ended."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Exchange:
         if wire != grads.dtype:
             job.sent = self._sent.take(job.buffers, wire)
             sent = job.sent[: whole.numel].copy_(sent)
-        job.works = [collectives.exchange(sent, numels, received, level.group, self._on_host)]
+        job.pending = [collectives.exchange(sent, numels, received, level.group, self._on_host)]
 
     def end(self, job: Job) -> None:
         """Add up the own part."""
@@ -238,7 +238,7 @@ class SharedSum:
 
     def begin(self, job: Job) -> None:
         """Signal that the other ranks of the node can read this rank's gradients of the bucket."""
-        job.works = [self._memory.signal()]
+        job.pending = [self._memory.signal()]
 
     def end(self, job: Job) -> None:
         """Add up the own part, which no other rank reads."""
@@ -269,13 +269,13 @@ class Share:
         groups, grads = self._groups, job.buffers.grads
         parts = self._parts(job.bucket)
         if self._wire is None or self._wire == grads.dtype or groups.peers.size() == 1:
-            job.works = collectives.collect(grads, parts, groups.peers, groups.on_host)
+            job.pending = collectives.collect(grads, parts, groups.peers, groups.on_host)
             return
         slots = _slots(parts)
         job.room = self._rooms.take(job.buffers, self._wire)
         own = groups.replica_index
         job.room[slots[own].start : slots[own].stop].copy_(grads[parts[own].start : parts[own].stop])
-        job.works = collectives.collect(job.room, slots, groups.peers, groups.on_host)
+        job.pending = collectives.collect(job.room, slots, groups.peers, groups.on_host)
 
     def end(self, job: Job) -> None:
         """Take what the peers have sent in another dtype."""

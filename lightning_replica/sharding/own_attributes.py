@@ -112,7 +112,7 @@ class Watch:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer  # and so no other object has its `id`
         self.parameters = _parameters_of(optimizer)
-        self._outside, self._inside, self._told = set[str](), set[str](), set[str]()
+        self._outside, self._inside, self._reported = set[str](), set[str](), set[str]()
         self._cut = set[str]()
         self._updates = self._looked_at = 0
         self._left = self._marks()
@@ -161,14 +161,14 @@ class Watch:
         if not is_due:
             return []
         self._looked_at = len(self._inside)
-        found = [name for name in attributes_of(self._optimizer).left if name in self._inside - self._told]
-        self._told.update(found)
+        found = [name for name in attributes_of(self._optimizer).left if name in self._inside - self._reported]
+        self._reported.update(found)
         return found
 
     def unseen(self) -> list[str]:
         """Return attributes of which not all was looked at, and which were not seen to change; each once."""
-        found = sorted(self._cut - self._inside - self._outside - self._told)
-        self._told.update(found)
+        found = sorted(self._cut - self._inside - self._outside - self._reported)
+        self._reported.update(found)
         return found
 
     @property

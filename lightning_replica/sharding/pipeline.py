@@ -75,8 +75,8 @@ class Pipeline:
         ended, is_last = self._ended[number], number == len(self._stages) - 1
         if ended == self._begun[number] or (is_last and not self._finishes):
             return False
-        works = self.jobs[ended].works
-        return all(self._is_due(number) if isinstance(work, Ordered) else _is_done(work) for work in works)
+        pending = self.jobs[ended].pending
+        return all(self._is_due(number) if isinstance(work, Ordered) else _is_done(work) for work in pending)
 
     def _is_due(self, number: int) -> bool:
         """Return whether the first bucket of a stage on a device should be waited for.
@@ -100,7 +100,7 @@ class Pipeline:
     def _end(self, number: int) -> None:
         job = self.jobs[self._ended[number]]
         backward_follows = not self._finishes and self._begun[0] < len(self.jobs)
-        for work in job.works:
+        for work in job.pending:
             if isinstance(work, Ordered) and backward_follows:
                 work.await_end(self._check)
             wait(work, self._check)

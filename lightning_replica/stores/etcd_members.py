@@ -86,10 +86,10 @@ class EtcdMembers:
 def _text(errors: list[Exception], clients: Collection[Etcd3Client]) -> str:
     """Return what is wrong with each member. etcd3gw's errors have no text but an attribute."""
     texts = [getattr(error, "detail_text", None) or str(error) for error in errors]
-    told = [f"{each.host}:{each.port}: {text}" for each, text in zip(clients, texts, strict=True)]
+    answers = [f"{each.host}:{each.port}: {text}" for each, text in zip(clients, texts, strict=True)]
     if any(each.protocol == "http" and _CLOSED in text for each, text in zip(clients, texts, strict=True)):
-        told.append("a member that takes TLS only closes other connections: give it `ca_cert` in --rdzv-conf")
-    return "; ".join(told)
+        answers.append("a member that takes TLS only closes other connections: give it `ca_cert` in --rdzv-conf")
+    return "; ".join(answers)
 
 
 def _raise_if_final(error: Exception) -> None:

@@ -24,7 +24,7 @@ from lightning_replica.stores.secret import FILE_VARIABLE, VARIABLE, own_secret
 _BYTES: Final = 18  # of the digest; base64 then needs no padding
 _LENGTH: Final = len(base64.b64encode(bytes(_BYTES)))
 _PAUSE_S: Final = 0.2
-_told: set[str] = set()  # keys: this process tells once of each
+_reported: set[str] = set()  # keys: this process tells once of each
 
 
 class TaggedStore(dist.Store):
@@ -117,8 +117,8 @@ class TaggedStore(dist.Store):
         tag, value = found[:_LENGTH], found[_LENGTH:]
         if hmac.compare_digest(tag, self._tag(key, value)):
             return value
-        if key not in _told:
-            _told.add(key)
+        if key not in _reported:
+            _reported.add(key)
             warn(
                 f"the value of the key {key!r} in the store is ignored, as its tag is not valid: the process that wrote"
                 f" it has another secret, or none ({VARIABLE}, {FILE_VARIABLE})."

@@ -38,7 +38,7 @@ def combined(given: RecoveryOptions, callbacks: Iterable[Any]) -> RecoveryOption
             sets recovery up although the strategy turns it off.
     """
     chosen: dict[str, Any] = {}
-    told: dict[str, str] = {}
+    set_by: dict[str, str] = {}
     for callback in callbacks:
         options = getattr(callback, "recovery_options", None)
         if options is None:
@@ -49,16 +49,17 @@ def combined(given: RecoveryOptions, callbacks: Iterable[Any]) -> RecoveryOption
                 f"The strategy has recovery=False, but the callback {name} configures recovery. Remove one of them."
             )
         for option, value in options.items():
-            if option in told:
+            if option in set_by:
                 raise ConfigurationError(
-                    f"Two callbacks set {option}: {told[option]} to {chosen[option]!r}, {name} to {value!r}. Keep one."
+                    f"Two callbacks set {option}: {set_by[option]} to {chosen[option]!r}, {name} to {value!r}."
+                    " Keep one."
                 )
             if given.given.get(option, value) != value:
                 raise ConfigurationError(
                     f"The strategy sets {option}={given.given[option]!r}, but the callback {name} sets"
                     f" {option}={value!r}. Set it in one place."
                 )
-            chosen[option], told[option] = value, name
+            chosen[option], set_by[option] = value, name
     return replace(given, **chosen)
 
 

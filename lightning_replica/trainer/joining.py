@@ -14,7 +14,7 @@ from lightning_replica.core import checks
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.state.data.fetches import inputs_of
 from lightning_replica.state.data.inputs import Inputs, Shadow
-from lightning_replica.trainer.lengths import UNSIZED, gather, lengths_of, named, told
+from lightning_replica.trainer.lengths import UNSIZED, describe, gather, lengths_of, named
 
 UnevenInputs: TypeAlias = Literal["join"] | None
 
@@ -88,7 +88,7 @@ class Joining:
             return  # loaders are made again, by this rank alone: the snapshot that it restores has the lengths
         if 0 in found:
             raise ConfigurationError(
-                f'`uneven_inputs="join"` needs one batch on each rank in every epoch, but there are: {told(found)}.'
+                f'`uneven_inputs="join"` needs one batch on each rank in every epoch, but there are: {describe(found)}.'
             )
         loop.lengths = () if UNSIZED in found else tuple(found)
         if loop.lengths:

@@ -33,7 +33,7 @@ def check(lengths: Sequence[int]) -> None:
     """
     if len(set(lengths)) > 1:
         raise ConfigurationError(
-            f"Ranks have different numbers of training batches ({told(lengths)}), but every step needs all ranks."
+            f"Ranks have different numbers of training batches ({describe(lengths)}), but every step needs all ranks."
             f" {_ADVICE}"
         )
 
@@ -56,7 +56,7 @@ def ends(trainer: pl.Trainer, group: dist.ProcessGroup, stop_waiting: Check) -> 
     )
 
 
-def told(lengths: Sequence[int]) -> str:
+def describe(lengths: Sequence[int]) -> str:
     """Return which ranks have which number of batches, for messages."""
     ranks: dict[int, list[int]] = {}
     for rank, length in enumerate(lengths):

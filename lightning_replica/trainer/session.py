@@ -116,7 +116,7 @@ class Session:
         timeout_s = self.options.rendezvous_timeout_s
 
         def together_of(everyone: list[dict[str, Any]]) -> list[str]:
-            return list(world.grids.together([each["_node"] for each in everyone]))
+            return list(world.grids.co_located([each["_node"] for each in everyone]))
 
         together = agreement.compare(
             world.generations, keys.WORLD, self.rank, world.size, facts, advice, timeout_s, together_of

@@ -369,8 +369,8 @@ class Training:
 
     def _compare_builds(self, own: dict[str, str]) -> None:
         """Leave to a replacement in what the objects here differ from those of the peers. Collective."""
-        told = all_gather_bytes(json.dumps(own).encode(), self.groups.peers, self.check)
-        found = differing(own, map(json.loads, told))
+        received = all_gather_bytes(json.dumps(own).encode(), self.groups.peers, self.check)
+        found = differing(own, map(json.loads, received))
         self.host.set_differing(found)
         if found:
             self._session.handoff.leave_note(self._note_of_builds, found)
@@ -398,8 +398,8 @@ class Training:
         """
         found = self.state.digest()
         if found is not None:
-            told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
-            peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
+            received = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
+            peers = zip(self.groups.grid.peers(self._session.rank), received, strict=True)
             self.state.compare({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
         self._session.disarm(self._module, self.host.result)
 

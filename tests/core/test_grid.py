@@ -38,7 +38,7 @@ def test_one_rank() -> None:
 
 def test_peers_on_one_node_are_named() -> None:
     grid = Grid.of(8, 2)
-    assert grid.together(["a"] * 4 + ["b"] * 4) == ()
-    assert grid.together(["a"] * 8) == ()  # where there is one node only, nothing can be done about it
-    assert grid.together(["a"] * 6 + ["b"] * 2) == (0, 1)
-    assert Grid.of(8, 1).together(["a"] * 4 + ["b"] * 4) == ()
+    assert grid.co_located(["a"] * 4 + ["b"] * 4) == ()
+    assert grid.co_located(["a"] * 8) == ()  # where there is one node only, nothing can be done about it
+    assert grid.co_located(["a"] * 6 + ["b"] * 2) == (0, 1)
+    assert Grid.of(8, 1).co_located(["a"] * 4 + ["b"] * 4) == ()

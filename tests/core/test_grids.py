@@ -34,7 +34,7 @@ def test_one_grid_is_like_the_grid() -> None:
     one = Grids.of(grid)
     assert [one.shard_of(rank) for rank in range(6)] == [grid.shard_of(rank) for rank in range(6)]
     assert [one.shard_name(shard) for shard in range(3)] == [grid.shard_name(shard) for shard in range(3)] == [*"012"]
-    assert one.together([*"aabbab"]) == tuple(map(str, grid.together([*"aabbab"])))
+    assert one.co_located([*"aabbab"]) == tuple(map(str, grid.co_located([*"aabbab"])))
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,13 @@ def test_peers_of_every_grid_stand_on_different_nodes() -> None:
     grids = ParallelSizes(tensor_model_parallel_size=2).grids(8, 2, 2)
     assert [grids.peers(rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert [grid.nodes for grid in grids.grids] == [2, 2]
-    assert grids.together(["a"] * 4 + ["b"] * 4) == ()
+    assert grids.co_located(["a"] * 4 + ["b"] * 4) == ()
 
 
 def test_a_stage_on_a_node_is_told_of() -> None:
     grids = ParallelSizes(pipeline_model_parallel_size=2).grids(4, 2, 2)
     assert [grid.nodes for grid in grids.grids] == [1, 1]
-    assert grids.together(["a", "a", "b", "b"]) == ("0 of tensor rank 0 of stage 0", "0 of tensor rank 0 of stage 1")
+    assert grids.co_located(["a", "a", "b", "b"]) == ("0 of tensor rank 0 of stage 0", "0 of tensor rank 0 of stage 1")
 
 
 @pytest.mark.parametrize(

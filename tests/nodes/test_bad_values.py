@@ -34,7 +34,7 @@ BAD = [
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(untrusted, "warn", said.append)
-    monkeypatch.setattr(untrusted, "_told", set())
+    monkeypatch.setattr(untrusted, "_reported", set())
     return said
 
 

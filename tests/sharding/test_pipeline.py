@@ -50,7 +50,7 @@ class Traced:
         self.name, self.trace, self.work = name, trace, work
 
     def begin(self, job: Any) -> None:
-        job.works = [self.work()]
+        job.pending = [self.work()]
         self.trace.append(f"{self.name}{job.bucket}+")
 
     def end(self, job: Any) -> None:
@@ -143,6 +143,6 @@ def test_the_host_goes_on_as_soon_as_a_collective_has_ended() -> None:
     running = pipeline(trace, Done, Done)
     fill(running, 2)
     assert trace == ["0", "a0+", "1", "a1+"]
-    cast("Any", running.jobs[0].works[0]).done = True
+    cast("Any", running.jobs[0].pending[0]).done = True
     running.advance()
     assert trace[4:] == ["a0-", "b0+"]

@@ -32,7 +32,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the user is told."""
     said: list[str] = []
     monkeypatch.setattr(tagged, "warn", said.append)
-    monkeypatch.setattr(tagged, "_told", set())
+    monkeypatch.setattr(tagged, "_reported", set())
     return said
 
 

@@ -144,8 +144,8 @@ class Feed:
             return END
         if self._states is None:
             return item, None
-        batch, changed, told = item
-        for name, why, scope in () if told is None else plain.unpack(told):
+        batch, changed, packed_reports = item
+        for name, why, scope in () if packed_reports is None else plain.unpack(packed_reports):
             self._report(name, why, scope)
         return batch, changed
 

@@ -130,7 +130,7 @@ class WorkerStates:
             row[:_HEAD_BYTES] = bytearray(len(state).to_bytes(_HEAD_BYTES, "little"))
         return state
 
-    def told(self) -> bytes | None:
+    def packed_reports(self) -> bytes | None:
         """Return, packed, what was found since the last call not to be restored exactly; None if nothing was."""
         found = [] if self._copied is None else self._copied.reports()
         return plain.pack(found) if found else None
@@ -169,4 +169,4 @@ class _Reporting:
                 batch = self._fetcher.fetch(index)
         finally:
             changed = self._states.changed()
-        return batch, changed, self._states.told()
+        return batch, changed, self._states.packed_reports()
