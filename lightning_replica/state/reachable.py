@@ -13,10 +13,11 @@ A tensor with a graph is restored without its graph. A graph that leads from one
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -29,8 +30,9 @@ from lightning_replica._compat.torch import is_wrapper
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, say_nothing, warn
 from lightning_replica.core.points import PHASES
-from lightning_replica.core.user_code import UserCode, is_users_class
+from lightning_replica.core.user_code import UserCode, is_of_framework, is_users_class, is_users_file
 from lightning_replica.sharding.engine import OF_PARAMETERS, Watch, watch_of
+from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.code_variables import CLASS, GLOBALS, Environment, variables_of
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
@@ -122,7 +124,8 @@ class Reachable:
         self._groups.look(self._trainer)
         schedulers = [id(config.scheduler) for config in self._trainer.lr_scheduler_configs]
         held = [*_groups_of(self._trainer), *self._trainer.strategy._lightning_optimizers]
-        seen = [loaders, marked, sizes, of_rank, schedulers, [*map(id, held)]]
+        late = self._variables.imported()
+        seen = [loaders, marked, sizes, of_rank, schedulers, [*map(id, held)], late]
         if tree is not self._tree or seen != self._seen:
             self._tree, self._seen, self._held = tree, seen, held
             self._roots = [*_roots(self._trainer, tree, self._callbacks), *self._roots_beside(tree)]
@@ -170,6 +173,9 @@ class Reachable:
             for attribute in watch.new:
                 why = "it was written to for the first time in the batch that is done again, and this does not go back"
                 self._report(f"{name}.{attribute}", why, "once")
+        for module in self._variables.imported_since(known):
+            why = "it was imported in the batch that is done again, and its variables do not go back"
+            self._report(f"{GLOBALS}{module.__name__}", why, "once")
         self._variables.environment.look()
         self._tracked.put_back(taken)
         self._variables.environment.put(self._report)
@@ -335,6 +341,8 @@ class _Variables:
         self._learnt: list[type] = []
         self._functions: list[Any] = []
         self._modules: list[ModuleType] = []
+        self._imported = set(sys.modules)
+        self._late: list[ModuleType] = []
         self._known: Any = None
         self._roots: list[Root] = []
         self.environment = Environment()
@@ -345,14 +353,33 @@ class _Variables:
         self._functions = list({id(each): each for each in functions}.values())
         self._modules = list(dict.fromkeys(modules))
 
+    def imported_since(self, known: Collection[int]) -> list[ModuleType]:
+        """Return the modules that were imported in training and that a capture does not have.
+
+        Args:
+            known: The ``id`` of what the capture has.
+        """
+        self.imported()
+        return [module for module in self._late if id(module) not in known and _has_variables(module)]
+
+    def imported(self) -> int:
+        """Follow modules of the user's that were imported since the last call, and return how many there are."""
+        if len(sys.modules) != len(self._imported):
+            new = [name for name in list(sys.modules) if name not in self._imported]
+            found = (sys.modules.get(name) for name in new if not is_of_framework(name))
+            self._late += [module for module in found if module and is_users_file(getattr(module, "__file__", None))]
+            self._imported = set(sys.modules)
+        return len(self._late)
+
     def of(self, trainer: pl.Trainer, tree: Tree) -> list[Root]:
         """Return where the walk over them begins."""
         objects = _objects_of(trainer)
         owners = (*tree.modules, *objects, *trainer.optimizers)
         classes = dict.fromkeys((*map(type, owners), *self._learnt))  # in the same order in every process of a job
-        known = classes, [*map(id, self._functions)], [*map(id, self._modules)]
+        modules = list(dict.fromkeys((*self._modules, *self._late)))
+        known = classes, [*map(id, self._functions)], [*map(id, modules)]
         if known != self._known:
-            code = UserCode(objects, classes, self._functions, self._modules, without=_NO_STATE)
+            code = UserCode(objects, classes, self._functions, modules, without=_NO_STATE)
             self._known = known
             self._classes, self._roots = classes, [*variables_of(code), *self.environment.of(code)]
             for each in code.appending:
@@ -361,6 +388,17 @@ class _Variables:
             if code.problem:
                 self._report("variables of your code", f"{code.problem}, so what changes in some does not go back")
         return self._roots
+
+
+def _has_variables(module: ModuleType) -> bool:
+    """Return whether a module has variables that its code may change: not only functions, classes and constants."""
+    code = UserCode((), modules=[module])
+    values = {name: vars(module).get(name) for name in code.names.get(module.__name__, ())}
+    constant = (FunctionType, BuiltinFunctionType, type, ModuleType)
+    return any(
+        name in code.written or not (type(value) in ATOMS or isinstance(value, constant))
+        for name, value in values.items()
+    )
 
 
 def _groups_of(trainer: pl.Trainer) -> Iterator[Any]:

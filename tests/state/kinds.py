@@ -1092,6 +1092,21 @@ class Resized(Kind):
         return None if self.rows is None else [self.rows.tolist(), self.flat.tolist()]
 
 
+class LateModule(Kind):
+    """A module of Python that is imported in training."""
+
+    def change(self) -> None:
+        from tests.state import imported_by_kinds
+
+        imported_by_kinds.count += 1
+        imported_by_kinds.SEEN.append(self.changes)
+
+    def look(self) -> Any:
+        from tests.state import imported_by_kinds
+
+        return [imported_by_kinds.count, *imported_by_kinds.SEEN]
+
+
 class SettingsModule(Kind):
     """A module of Python that is an attribute."""
 
@@ -1288,6 +1303,7 @@ class OwnLogger(Kind):
 KINDS: dict[str, type[Kind]] = {each.__name__: each for each in Kind.__subclasses__()}
 ALONE = (
     *("Globals", "TensorHooks", "GivenFunction", "Defaults", "NewVariables", "SettingsModule", "StaticMethod"),
+    "LateModule",
     "Directory",
 )
 """Kinds of which a process has one state only, or of which a replacement says that it lacks something."""

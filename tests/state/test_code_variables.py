@@ -600,3 +600,24 @@ def test_a_module_that_is_loaded_from_a_path(tmp_path: Path) -> None:
     assert [(type(item).seen, item.count.__func__.__globals__["STEPS"]) for item in items] == [(0, 0), (0, 0)]
     put_sent(model, later)
     assert [(type(item).seen, item.count.__func__.__globals__["STEPS"]) for item in items] == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("source", [UNIMPORTED, "TABLE = [0]", "RATE = 0.1\n\ndef f():\n    return RATE"])
+def test_a_module_that_is_imported_in_training(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is followed from then on. A batch that is done again does not import it again; constants do not matter."""
+    name = f"late_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    copies = Copies(WithClasses())
+    beginning = copies.take()
+    late = importlib.import_module(name)
+    copies.put(beginning)
+    varies = [f"globals of {name}"] if "RATE" not in source else []
+    assert [*copies.inexact.known] == varies
+    taken = copies.take()
+    (variable,) = {"STEPS", "TABLE", "RATE"} & vars(late).keys()
+    former = getattr(late, variable)
+    setattr(late, variable, 5)
+    copies.put(taken)
+    assert getattr(late, variable) is former
+    assert [*copies.inexact.known] == varies
