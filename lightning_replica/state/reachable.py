@@ -70,6 +70,8 @@ _HOOKS: Final = "hooks of "
 SAVED_HOOKS: Final = "hooks"  # no root is called so
 _NO_STATE: Final = (Accelerator,)  # it stands for devices, which no rollback moves
 _FUNCTIONS_OF_TORCH: Final = ("lr_lambdas", "_scale_fn_custom", "_scale_fn_ref")  # attributes of schedulers
+_TABLES: Final = {pl.callbacks.LearningRateMonitor: ("lrs", "last_momentum_values", "last_weight_decay_values")}
+_ALL_TABLES: Final = frozenset(name for names in _TABLES.values() for name in names)
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 # Settings of metrics, which code may change; what they compute goes back by state/metrics.py.
 _FLAGS_OF_METRICS: Final = frozenset(
@@ -260,7 +262,7 @@ class Reachable:
                 yield [root, pairs]
                 continue
             for name, _ in pairs:
-                if name in left:
+                if name in left and name not in _ALL_TABLES:  # a run that resumes begins them anew, as under DDP
                     why = "code has changed it in training, and a run that resumes has what its script gives it"
                     self._report(f"{root}.{name}", why, "resume")
             kept = [pair for pair in pairs if pair[0] not in left]
@@ -456,7 +458,7 @@ def _roots(trainer: pl.Trainer, tree: Tree, callbacks: Iterable[Any], all_tensor
     for place, callback in enumerate(each for each in callbacks if is_of_lightning(type(each).__module__)):
         if not is_users(callback):
             cls: Any = type(callback)
-            yield Root(callback, f"{cls.__name__} {place}", only=_settings_of(cls))
+            yield Root(callback, f"{cls.__name__} {place}", only=(*_settings_of(cls), *_tables_of(cls)))
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and is_users(data):
         yield Root(data, "datamodule", _OF_DATA)
@@ -470,6 +472,11 @@ def _roots(trainer: pl.Trainer, tree: Tree, callbacks: Iterable[Any], all_tensor
 def _settings_of(cls: type[pl.Callback]) -> tuple[str, ...]:
     """Return the names of a callback's settings: its attributes that have the name of a parameter of its class."""
     return tuple(name for name in inspect.signature(cls.__init__).parameters if name != "self")
+
+
+def _tables_of(cls: type[pl.Callback]) -> tuple[str, ...]:
+    """Return the names of attributes in which a callback of Lightning's keeps what it has seen, beside its state."""
+    return next((names for each, names in _TABLES.items() if issubclass(cls, each)), ())
 
 
 def _watched(trainer: pl.Trainer) -> Iterator[tuple[str, Any, Watch]]:

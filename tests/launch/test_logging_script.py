@@ -1,6 +1,7 @@
 """Loggers as a user's script has them, used before there is a Trainer, and before `fit`: DDP's runs, files and rows."""
 
 import csv
+import json
 import os
 import sys
 from pathlib import Path
@@ -45,6 +46,12 @@ def test_csv(runs: dict[str, Path]) -> None:
     killed = seen(runs["killed"])
     assert killed == seen(runs["ddp"])
     assert {"early/version_0/metrics.csv", "late/version_0/metrics.csv"} <= set(killed)
+
+
+def test_rates_that_a_callback_has_seen(runs: dict[str, Path]) -> None:
+    seen = {name: [(folder / f"rates{rank}.json").read_text() for rank in range(2)] for name, folder in runs.items()}
+    assert seen["killed"] == seen["ddp"]
+    assert all(len(rates) == 12 for each in seen["ddp"] for rates in json.loads(each).values())
 
 
 def test_tensorboard(runs: dict[str, Path]) -> None:

@@ -1,5 +1,6 @@
 """A user's script that uses its loggers before `fit`. Arguments: the strategy, and RANK:STEP of those to be killed."""
 
+import json
 import os
 import signal
 import sys
@@ -74,6 +75,8 @@ def main() -> None:
         logger.log_hyperparams({"between": 2})
     data = DataLoader(RandomDataset(32, 24), batch_size=2)
     trainer.fit(Model(), data, data)
+    rates = next(each for each in trainer.callbacks if isinstance(each, LearningRateMonitor))
+    Path(f"rates{trainer.global_rank}.json").write_text(json.dumps(rates.lrs))
 
 
 if __name__ == "__main__":
