@@ -60,6 +60,7 @@ def main() -> None:
     own = loggers()
     for logger in own[:1] + own[2:]:
         logger.log_hyperparams({"early": 1})  # before there is a Trainer
+    rates = LearningRateMonitor("step")
     trainer = L.Trainer(
         strategy=STRATEGY,
         accelerator="cpu",
@@ -67,7 +68,7 @@ def main() -> None:
         max_epochs=2,
         log_every_n_steps=1,
         logger=own,
-        callbacks=[LearningRateMonitor("step"), ModelCheckpoint("checkpoints", monitor="val"), Kill()],
+        callbacks=[rates, ModelCheckpoint("checkpoints", monitor="val"), Kill()],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -75,7 +76,6 @@ def main() -> None:
         logger.log_hyperparams({"between": 2})
     data = DataLoader(RandomDataset(32, 24), batch_size=2)
     trainer.fit(Model(), data, data)
-    rates = next(each for each in trainer.callbacks if isinstance(each, LearningRateMonitor))
     Path(f"rates{trainer.global_rank}.json").write_text(json.dumps(rates.lrs))
 
 
