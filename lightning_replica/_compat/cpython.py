@@ -1,7 +1,11 @@
-"""What CPython keeps of built-in objects and does not tell."""
+"""What CPython keeps of built-in objects and does not tell, and what is wrong with some of its versions."""
 
 import ctypes
+import sys
 from typing import Any, Final
+
+FORKS_MAY_HANG: Final = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 7)
+"""Whether a forked process may wait for ever for a lock of another thread: python/cpython#112275."""
 
 # Of a set, behind the head of every object: how many slots are filled, and used, a mask, the table, a hash, a finger.
 _FINGER: Final = object.__basicsize__ + 5 * ctypes.sizeof(ctypes.c_ssize_t)
