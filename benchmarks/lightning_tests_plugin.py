@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.launch import rank
 from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.node_context import LOOPBACK, Place
+from lightning_replica.launch.node_context import LOOPBACK, NodeContext
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.tcp import serve
 from lightning_replica.trainer import session
@@ -68,7 +68,7 @@ def a_world_of_one(
         store = serve(LOOPBACK)
         os.environ.update(
             RankEnvironment(StoreAddress(LOOPBACK, store.port), os.getppid(), 0).variables(
-                0, Place.alone(1, store.port), {}
+                0, NodeContext.alone(1, store.port), {}
             )
         )
     elif STRATEGY:

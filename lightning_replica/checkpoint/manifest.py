@@ -83,7 +83,7 @@ class Lineage:
 
 
 @dataclass(frozen=True)
-class Purpose:
+class Provenance:
     """What a checkpoint says of itself.
 
     Attributes:

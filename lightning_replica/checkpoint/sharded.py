@@ -38,7 +38,7 @@ from lightning_replica.checkpoint.contents import (
 )
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.location import Given, Location, locate
-from lightning_replica.checkpoint.manifest import FileInfo, Manifest, Purpose
+from lightning_replica.checkpoint.manifest import FileInfo, Manifest, Provenance
 from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.place import Files
 from lightning_replica.checkpoint.places import place_of
@@ -84,7 +84,7 @@ def save_sharded(
     *,
     group: dist.ProcessGroup | None = None,
     ranks: Collection[int] | None = None,
-    purpose: Purpose = Purpose(),  # noqa: B008
+    provenance: Provenance = Provenance(),  # noqa: B008
 ) -> None:
     """Write a checkpoint, every element once, all ranks in parallel. Collective.
 
@@ -96,7 +96,7 @@ def save_sharded(
         CheckpointError: On every rank of the group, if any rank failed. A checkpoint published before stays.
     """
     barrier = Barrier(group)
-    write(stage(path, state, model, plain, barrier, ranks=ranks, purpose=purpose), barrier)
+    write(stage(path, state, model, plain, barrier, ranks=ranks, provenance=provenance), barrier)
 
 
 def stage(
@@ -107,7 +107,7 @@ def stage(
     barrier: Barrier,
     *,
     ranks: Collection[int] | None = None,
-    purpose: Purpose = Purpose(),  # noqa: B008
+    provenance: Provenance = Provenance(),  # noqa: B008
 ) -> Staged:
     """Find out what this rank writes. Collective. This writes nothing and copies no tensors.
 
@@ -119,7 +119,7 @@ def stage(
         barrier: The barrier of the ranks that save.
         ranks: The ranks whose pieces this rank writes; None means its own. If only survivors save, one of them also
             writes the pieces of a lost peer. The group as a whole must write the pieces of every rank once.
-        purpose: What the checkpoint says of itself.
+        provenance: What the checkpoint says of itself.
 
     Raises:
         CheckpointError: On every rank of the group, if the arguments cannot be saved.
@@ -168,9 +168,9 @@ def stage(
         world_size=sum(sizes.values()),
         replicas=grid.replicas,
         partition=partition,
-        step=purpose.step,
-        written_for=purpose.written_for,
-        lineage=purpose.lineage,
+        step=provenance.step,
+        written_for=provenance.written_for,
+        lineage=provenance.lineage,
     )
     return Staged(locate(path), tuple(writes.chunks), files, found, state.rank, described)
 

@@ -88,7 +88,7 @@ class Slot:
     device_waits: bool = False
 
 
-_COUNT, _PLACE, _WAITING, _SINCE, _WRITTEN, _DEADLINE, _PROCESS, _STACKS, _THREAD, _STEP, _DEVICE = range(
+_COUNT, _POSITION, _WAITING, _SINCE, _WRITTEN, _DEADLINE, _PROCESS, _STACKS, _THREAD, _STEP, _DEVICE = range(
     len(fields(Slot))
 )
 
@@ -108,7 +108,7 @@ class Beacons:
         c = self._of(rank)
         return Slot(
             int(c[_COUNT]),
-            int(c[_PLACE]),
+            int(c[_POSITION]),
             bool(c[_WAITING]),
             c[_SINCE],
             c[_WRITTEN],
@@ -220,7 +220,7 @@ class Beacon:
         now, number = time.monotonic(), _NUMBERS[position]
         self._current.saw(0.0 if self._waiting else now - self._since, passed=True)
         self._current = self._learnt[number]
-        self._cells[_PLACE] = number
+        self._cells[_POSITION] = number
         self._go(now)
 
     def at_step(self, step: int) -> None:

@@ -34,7 +34,7 @@ class NodeContext:
 
     @classmethod
     def alone(cls, world_size: int, port: int) -> "NodeContext":
-        """Return the place of the only supervisor, which serves the store itself."""
+        """Return the context of the only supervisor, which serves the store itself."""
         return cls(world_size, world_size, StoreAddress(LOOPBACK, port), None, loopback_interface())
 
     @property

@@ -248,7 +248,7 @@ class Watch:
         first = min(slots, key=lambda rank: slots[rank].since)
         idle_s = now - max(slot.since for slot in slots.values())
         whom = "others" if self._on_node else "each other"
-        lines = "".join(f"{title}:\n{users}\n" for title, users in _positions(slots, asked).items())
+        lines = "".join(f"{title}:\n{users}\n" for title, users in _lines_of_users(slots, asked).items())
         text = (
             f"All ranks{self._on_node} wait for {whom}, and nothing has moved for {idle_s:.1f} s (rank {first}"
             f" waits longest, {_where(slots[first])}): a message was lost, or one rank has skipped a collective that"
@@ -284,7 +284,7 @@ def _where(slot: Slot) -> str:
     return _WHERE[POSITIONS[slot.position]]
 
 
-def _positions(slots: Mapping[int, Slot], asked: Mapping[int, Stack]) -> dict[str, str]:
+def _lines_of_users(slots: Mapping[int, Slot], asked: Mapping[int, Stack]) -> dict[str, str]:
     """Return where in the user's code ranks are, with a title for ranks that are at the same place."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, slot in slots.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_replica.core.grid import Table
 from lightning_replica.groups.names import Held
-from lightning_replica.recovery.hyperparameters import check_settings
+from lightning_replica.recovery.hyperparameters import check_hyperparameters
 from lightning_replica.recovery.planner import Plan, Report, make_plan
 
 
@@ -49,13 +49,13 @@ def conclude(reports: Sequence[Report], table: Table, max_tries: int, advice: st
         reports: The reports.
         table: Which rank owns which shard.
         max_tries: See `make_plan`.
-        advice: See `check_settings`.
+        advice: See `check_hyperparameters`.
 
     Raises:
-        RecoveryError: See `check_settings` and `make_plan`.
+        RecoveryError: See `check_hyperparameters` and `make_plan`.
         ProtocolError: See `make_plan`.
     """
-    check_settings(reports, advice)
+    check_hyperparameters(reports, advice)
     plan = make_plan(reports, table, max_tries)
     replaced = tuple(report.rank for report in reports if report.is_replacement)
     held = {report.rank: report.groups for report in reports if report.groups != Held()}

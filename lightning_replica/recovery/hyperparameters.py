@@ -6,7 +6,7 @@ from lightning_replica.errors import RecoveryError
 from lightning_replica.recovery.planner import Report
 
 
-def check_settings(reports: Sequence[Report], advice: str) -> None:
+def check_hyperparameters(reports: Sequence[Report], advice: str) -> None:
     """Make sure that a wrong shard is not the result of ranks that updated it with different settings.
 
     Settings are compared only if a shard is wrong, and only between ranks that report those of the same step.
@@ -22,12 +22,12 @@ def check_settings(reports: Sequence[Report], advice: str) -> None:
     if not wrong:
         return
     step = wrong[0].settings_step
-    told = {report.rank: dict(report.settings) for report in reports if report.settings_step == step}
-    names = {name: None for settings in told.values() for name in settings}
+    reported = {report.rank: dict(report.settings) for report in reports if report.settings_step == step}
+    names = {name: None for settings in reported.values() for name in settings}
     found = []
     for name in names:
         ranks: dict[str, list[int]] = {}
-        for rank, settings in told.items():
+        for rank, settings in reported.items():
             ranks.setdefault(settings.get(name, "none"), []).append(rank)
         if len(ranks) > 1:
             found.append(f"{name} is {' and '.join(f'{value} on {_named(of)}' for value, of in ranks.items())}")

@@ -2,8 +2,8 @@
 
 An engine holds one rank's part of parameters, gradients and optimizers, and makes the step. `state.ShardedState` is the
 engine of this package (ZeRO-1 with R holders of each shard). Another engine would be a folder beside `sharding` that
-has a class with the methods of `roles.Engine`. Code outside of `sharding` uses nothing else of the package
-(tests/test_house.py).
+has a class with the methods of `roles.Engine`. Code outside of `sharding` uses nothing else of
+that folder (tests/test_house.py).
 
 [Note: the order of calls]
 A step, on every rank:

@@ -96,8 +96,8 @@ class OptimizerShard(Protocol):
         """
 
 
-class Placed(Protocol):
-    """Knows which part of which world it is."""
+class InGrid(Protocol):
+    """A part of the state in a grid of ranks."""
 
     @property
     def rank(self) -> int:
@@ -184,7 +184,7 @@ class ManualSteps(Protocol):
 
 
 class Adjustable(Protocol):
-    """Lets user code see and change gradients and weights inside of a step."""
+    """Changes gradients and weights inside of a step, for user code, for ranks that join and after a resume."""
 
     def adopt_written(self, certain: bool) -> None:
         """Take the weights that hooks of this step have written to into the shard. Called after the backward pass.
@@ -257,7 +257,7 @@ class Guarded(Protocol):
         """Return every tensor of the shard with its kind: "main", or the name of an optimizer's state."""
 
 
-class Checkpointable(Placed, Protocol):
+class Checkpointable(InGrid, Protocol):
     """Gives and takes what checkpoints hold. Called between steps."""
 
     @property

@@ -26,7 +26,7 @@ from lightning_replica.state.frozen import FrozenCopies
 from lightning_replica.state.metrics import from_plain, to_plain
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import LEFT_OUT, Taken
-from lightning_replica.state.snapshot import FromPeer, Snapshot, pack_for_replacement, unpack_on_replacement
+from lightning_replica.state.snapshot import ForReplacement, Snapshot, pack_for_replacement, unpack_on_replacement
 from lightning_replica.state.structure import Original, Outline, Structure, Tables, differences, follow, form_of
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class LightningHostState:
     def _warn_of(self, taken: Snapshot) -> None:
         """Warn if ``taken`` cannot be sent: a warning now is better than one when a rank is lost."""
         try:
-            pack_for_replacement(taken.replicated, FromPeer())
+            pack_for_replacement(taken.replicated, ForReplacement())
         except RecoveryError as error:
             log.warning("%s", error)
 
@@ -277,7 +277,7 @@ class LightningHostState:
             RecoveryError: If the result holds a value that cannot be sent.
         """
         taken = self._take("tail", 0)
-        of_peer = FromPeer(plain.pack(self._copies.reachable.whole(taken.local.reached)))
+        of_peer = ForReplacement(plain.pack(self._copies.reachable.whole(taken.local.reached)))
         return self.outline(), pack_for_replacement(taken.replicated, of_peer), bytes(taken.private.pack())
 
     def adopt_result(self, replicated: bytes, private: bytes) -> None:
@@ -299,7 +299,7 @@ class LightningHostState:
     def export(self, kind: Kind, step: int) -> bytes:
         """Return the replicated part of a snapshot, with the parameters that no shard holds."""
         taken = self._held[kind, step]
-        of_peer = FromPeer(
+        of_peer = ForReplacement(
             objects=plain.pack(self._copies.reachable.whole(taken.local.reached)),
             frozen=self._frozen.export(dict(self._trainer.lightning_module.named_parameters())),
             signature=self.signature(taken),

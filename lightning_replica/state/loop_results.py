@@ -33,11 +33,11 @@ class LoopResult:
         outline: What the model consists of; see `structure.Outline`.
         shares: By name, this rank's part of the flat values of every parameter, in the host's memory.
         buffers: By name, the forms of all buffers, on the device "meta".
-        problem: Why ``replicated`` and ``outline`` are missing; empty if they are not.
+        problem: Why the two parts and ``outline`` are missing; empty if they are not.
     """
 
-    replicated: bytes
-    private: bytes
+    replicated: bytes | None  # not empty: pickle writes empty bytes as a call, which is not read
+    private: bytes | None
     outline: dict[str, Any]
     shares: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -67,7 +67,9 @@ class LoopResults:
         """
         if self._blobs is None:
             return
-        outline, replicated, private, problem = dict[str, Any](), b"", b"", ""
+        outline, problem = dict[str, Any](), ""
+        replicated: bytes | None = None
+        private: bytes | None = None
         try:
             taken, replicated, private = take()
             outline = asdict(taken)
@@ -123,7 +125,10 @@ class LoopResults:
                     )
                 values = local_of(parameter)
                 values.copy_(torch.cat(shares).view(values.shape))
-        return results[0].replicated, results[self._place].private
+        replicated, private = results[0].replicated, results[self._place].private
+        if replicated is None or private is None:
+            raise RecoveryError(f"The result of training loop {loop} of this script is not complete.")
+        return replicated, private
 
     def _read(self, loop: int, rank: int) -> LoopResult:
         try:

@@ -10,9 +10,10 @@ from the shared ones (state/module_buffers.py), what the user's objects hold. It
 the same on every rank. They are in both parts, and a replacement uses its predecessor's (state/own_states.py). So are
 parameters that no shard holds, and what the model consists of, once code has changed them.
 
-`Local` never leaves the process: objects of the trainer and copies by identity, which put back what they came from.
+`Local` never leaves the process: objects of the trainer, copies by identity, and what this process has made of the
+private part of another.
 
-A checkpoint holds `Replicated` once and `Private` for every rank; see trainer/saving/resume.py.
+A checkpoint holds `Replicated` once and the most of `Private` for every rank; see trainer/saving/resume.py.
 """
 
 from collections.abc import Mapping
@@ -92,7 +93,8 @@ class Components:
     callbacks: dict[str, Any]
     buffers: dict[str, Any]
     momenta: list[float | None]
-    groups: list[Any] = field(default_factory=list)  # from here on, only a run's own snapshots are asked
+    # Those below are used of a run's own snapshots only.
+    groups: list[Any] = field(default_factory=list)
     scheduler_configs: list[Any] = field(default_factory=list)
     fit_loop: dict[str, Any] = field(default_factory=dict)
     epoch_loop: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class ResumePoint:
     Attributes:
         place: Where in the loops; None between epochs.
         metrics_known: Whether metrics cover the whole epoch.
-        agreed: The commit vector of the update that was made last; only in a tail.
+        agreed: The commit vector of the update that was made last, if its tail is still to come.
         schedulers_due: Whether schedulers still have to step for that update.
         modules: Names of the submodules; None in a checkpoint that does not say it.
         outline: What the model consisted of, as a dict of `structure.Outline`; None likewise.
@@ -125,7 +127,7 @@ class ResumePoint:
 
     def flat(self) -> dict[str, Any]:
         """Return the attributes as they are sent and saved: pickle writes empty bytes as a call, which is not read."""
-        return {name: value for name, value in vars(self).items() if value != b""}
+        return {name: value for name, value in vars(self).items() if not (isinstance(value, bytes) and not value)}
 
 
 @dataclass
@@ -315,7 +317,7 @@ class Snapshot:
 
     @property
     def metrics_known(self) -> bool:
-        """Whether metrics cover the whole epoch: not in a run that resumes with another number of ranks."""
+        """Whether metrics cover the whole epoch. They may not in a run that resumes with other ranks or modules."""
         return self.replicated.point is None or self.replicated.point.metrics_known
 
     @property
@@ -330,7 +332,7 @@ class Snapshot:
 
 
 @dataclass
-class FromPeer:
+class ForReplacement:
     """What a replacement gets of a peer beside the peer's `Replicated`.
 
     Attributes:
@@ -348,24 +350,24 @@ class FromPeer:
     outline: dict[str, Any] = field(default_factory=dict)
 
 
-def pack_for_replacement(replicated: Replicated, of_peer: FromPeer) -> bytes:
+def pack_for_replacement(replicated: Replicated, of_peer: ForReplacement) -> bytes:
     """Return what a replacement gets of a peer.
 
     Raises:
         RecoveryError: If it holds a value that cannot be sent.
     """
-    flat = replicated.flat()
+    flat, beside = replicated.flat(), vars(of_peer)
     try:
-        return plain.save([flat, vars(of_peer)])
+        return plain.save([flat, beside])
     except plain.NotPlainError as error:
         raise RecoveryError(
-            f"A lost rank cannot be replaced: {_culprit(flat)} cannot be sent, {error}. Keep numbers,"
+            f"A lost rank cannot be replaced: {_culprit({**flat, **beside})} cannot be sent, {error}. Keep numbers,"
             " strings, tensors and containers of these there, or allow the type on every rank with"
             " `torch.serialization.add_safe_globals`."
         ) from error
 
 
-def unpack_on_replacement(kind: Kind, step: int, from_peer: bytes, private: bytes) -> tuple[Snapshot, FromPeer]:
+def unpack_on_replacement(kind: Kind, step: int, from_peer: bytes, private: bytes) -> tuple[Snapshot, ForReplacement]:
     """Return a replacement's snapshot, and what its peer sent beside it.
 
     Args:
@@ -377,7 +379,7 @@ def unpack_on_replacement(kind: Kind, step: int, from_peer: bytes, private: byte
     flat, beside = plain.load(from_peer)
     own = Private.unpack(private)
     own_states.put(flat, own.own)
-    return Snapshot(kind, step, Replicated.of(flat), own, Local.of(own)), FromPeer(**beside)
+    return Snapshot(kind, step, Replicated.of(flat), own, Local.of(own)), ForReplacement(**beside)
 
 
 _warned: set[str] = set()

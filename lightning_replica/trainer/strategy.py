@@ -115,7 +115,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         timeout_s: Time after which a collective fails on its own, in seconds.
         rendezvous_timeout_s: How long ranks wait for each other and for a replacement, in seconds.
         hang_min_s: The shortest time without progress, in seconds, after which a rank counts as hanging, and is killed
-            and replaced. Each rank learns a time-out for each place: five times the longest that it was busy there.
+            and replaced. Each rank learns a time-out for each position in a step: five times the longest time that it
+            was busy there.
         hang_max_s: The longest such time, in seconds; it holds where nothing has been learnt yet. ``float("inf")`` for
             both turns hang detection off. It works on Linux, where the supervisor has started the ranks; other
             launchers replace no ranks. See docs/hangs.md.

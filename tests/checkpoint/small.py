@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Given, Location
-from lightning_replica.checkpoint.manifest import Purpose
+from lightning_replica.checkpoint.manifest import Provenance
 from lightning_replica.core.grid import Grid
 from tests.checkpoint.job import Run
 
@@ -43,7 +43,7 @@ def _fill(value: float) -> None:
 def save(path: P, step: int | None, value: float, written_for: str = "periodic") -> P:
     """Publishes a checkpoint whose every element, of weights and optimizer state, is ``value``."""
     _fill(value)
-    _run().save(path, purpose=Purpose(step, written_for))
+    _run().save(path, provenance=Provenance(step, written_for))
     return path
 
 

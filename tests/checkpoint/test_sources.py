@@ -16,7 +16,7 @@ from lightning_replica.checkpoint.chunks import ChunkReader
 from lightning_replica.checkpoint.contents import Contents, OptimizerInfo, StateInfo, TensorInfo, read_contents
 from lightning_replica.checkpoint.export import export
 from lightning_replica.checkpoint.location import locate
-from lightning_replica.checkpoint.manifest import Purpose
+from lightning_replica.checkpoint.manifest import Provenance
 from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.sharded import load_sharded, stage, write
 from lightning_replica.checkpoint.sources import Sources
@@ -65,7 +65,7 @@ class Rows:
 
     def save(self, path: Path) -> Path:
         barrier = Barrier(None)
-        write(stage(locate(path), self.run.state, self.named(), {}, barrier, purpose=Purpose(7)), barrier)
+        write(stage(locate(path), self.run.state, self.named(), {}, barrier, provenance=Provenance(7)), barrier)
         return path
 
     def load(self, path: Path) -> "Rows":

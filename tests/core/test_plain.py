@@ -27,7 +27,7 @@ from lightning_replica.state.data.fetches import Fetching
 from lightning_replica.state.data.position import LoaderState
 from lightning_replica.state.snapshot import (
     Components,
-    FromPeer,
+    ForReplacement,
     Private,
     Progress,
     Replicated,
@@ -183,7 +183,7 @@ def test_a_callback_that_cannot_be_sent_is_named() -> None:
     progress = Progress({}, {}, False, [], [], [], 1)
     replicated = Replicated(progress, Components([], {}, callbacks, {}, []))
     with pytest.raises(RecoveryError, match=r"the state of 'Mine' cannot be sent, it holds posix\.mkdir"):
-        pack_for_replacement(replicated, FromPeer())
+        pack_for_replacement(replicated, ForReplacement())
 
 
 def test_what_of_a_metric_cannot_be_mirrored_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_replica._compat import megatron
 from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.checkpoint.location import locate
-from lightning_replica.checkpoint.manifest import Purpose
+from lightning_replica.checkpoint.manifest import Provenance
 from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.sharded import load_sharded, stage, untrained_tensors_of, write
 from lightning_replica.errors import CheckpointError
@@ -119,7 +119,7 @@ class Rank:
         for _, state, expected in self.pieces():
             state |= {key: each.clone() for key, each in expected.items()}
         barrier = Barrier(None)
-        write(stage(locate(path), self.engine, self.named(), {}, barrier, purpose=Purpose(3)), barrier)
+        write(stage(locate(path), self.engine, self.named(), {}, barrier, provenance=Provenance(3)), barrier)
         return ""
 
     def load(self, path: str) -> str:

@@ -1,6 +1,7 @@
 """Results of training loops: they take room on the disk, once a script trains a second time."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -30,6 +31,20 @@ def test_ranks_read_what_they_have_written_together(tmp_path: Path) -> None:
 def test_one_loop_writes_nothing(tmp_path: Path) -> None:
     kept(tmp_path, 0, nn.Linear(3, 5))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_cannot_be_sent(tmp_path: Path) -> None:
+    """The process that replaces a rank says why."""
+
+    def take() -> NoReturn:
+        raise RecoveryError("the state of 'Mine' cannot be sent")
+
+    for rank in (0, 1):
+        results = LoopResults(Blobs(tmp_path), rank, [0, 1])
+        results.keep(1, nn.Linear(3, 5), take)
+        assert results.write() == "the state of 'Mine' cannot be sent"
+    with pytest.raises(RecoveryError, match="the state of 'Mine' cannot be sent"):
+        results.read(1, nn.Linear(3, 5))
 
 
 @pytest.mark.parametrize("size", [1, 1000])

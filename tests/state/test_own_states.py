@@ -17,7 +17,7 @@ from lightning_replica.state.callback_state import CallbackStates
 from lightning_replica.state.own_states import Logged, Own, States, put
 from lightning_replica.state.snapshot import (
     Components,
-    FromPeer,
+    ForReplacement,
     Private,
     Progress,
     Replicated,
@@ -233,7 +233,7 @@ def snapshot_of(score: float, states: CallbackStates, milestones: Any) -> Snapsh
 
 
 def sent(peer: Snapshot, predecessor: Snapshot) -> Snapshot:
-    from_peer = pack_for_replacement(peer.replicated, FromPeer())
+    from_peer = pack_for_replacement(peer.replicated, ForReplacement())
     return unpack_on_replacement("batch", 1, from_peer, bytes(predecessor.private.pack()))[0]
 
 

@@ -16,7 +16,7 @@ from lightning_replica.checkpoint.barrier import Barrier, StoreBarrier
 from lightning_replica.checkpoint.contents import WEIGHTS_AT
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Location
-from lightning_replica.checkpoint.manifest import Lineage, Purpose
+from lightning_replica.checkpoint.manifest import Lineage, Provenance
 from lightning_replica.checkpoint.named_model import NamedModel
 from lightning_replica.checkpoint.places import place_of
 from lightning_replica.core.messages import warn
@@ -131,7 +131,7 @@ class Checkpoints:
             checkpoint = {**dump_checkpoint(trainer), OWN_KEY: {"main": {}, "resume": own}}
             if own["host"]["place"] == "tail":
                 resume.count_tail(checkpoint)
-            self._save_sharded(training, trainer.lightning_module, checkpoint, path, Purpose(step, "gasp"), pieces)
+            self._save_sharded(training, trainer.lightning_module, checkpoint, path, Provenance(step, "gasp"), pieces)
 
     def save_periodic(
         self,
@@ -153,9 +153,9 @@ class Checkpoints:
         with self._sharded():
             checkpoint = dump_checkpoint(trainer)
             self.complete(trainer, training, checkpoint)
-            purpose = Purpose(checkpoint["global_step"], written_for)
+            provenance = Provenance(checkpoint["global_step"], written_for)
             self._save_sharded(
-                training, trainer.lightning_module, checkpoint, path, purpose, store_barrier=store_barrier
+                training, trainer.lightning_module, checkpoint, path, provenance, store_barrier=store_barrier
             )
 
     def settle(self, check: Callable[[], None]) -> Exception | None:
@@ -182,7 +182,7 @@ class Checkpoints:
         self, training: Training, module: pl.LightningModule, checkpoint: dict[str, Any], path: Location
     ) -> None:
         """Write this rank's part of a checkpoint that Lightning has put together. Collective."""
-        self._save_sharded(training, module, checkpoint, path, Purpose(checkpoint["global_step"]))
+        self._save_sharded(training, module, checkpoint, path, Provenance(checkpoint["global_step"]))
 
     def _save_sharded(
         self,
@@ -190,7 +190,7 @@ class Checkpoints:
         module: pl.LightningModule,
         checkpoint: dict[str, Any],
         path: Location,
-        purpose: Purpose,
+        provenance: Provenance,
         pieces: Collection[int] | None = None,
         store_barrier: StoreBarrier | None = None,
     ) -> None:
@@ -214,7 +214,7 @@ class Checkpoints:
             plain,
             barrier,
             ranks=pieces,
-            purpose=replace(purpose, lineage=self.lineage_in(path.parent) or Lineage()),
+            provenance=replace(provenance, lineage=self.lineage_in(path.parent) or Lineage()),
         )
         first = pieces is None and training.groups.rank == 0
 
