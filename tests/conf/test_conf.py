@@ -1,5 +1,6 @@
 """lightning_replica.conf: what Hydra composes from it, and what it refuses."""
 
+import ast
 import dataclasses
 import re
 import shutil
@@ -60,6 +61,22 @@ def test_yaml_schema_and_constructor_agree(cls: Any, conf: Any) -> None:
     assert {f.name: f.default for f in dataclasses.fields(conf)} == expected
     described = re.findall(r"^(\w+): \S+ # \w+", file.read_text(), re.M)
     assert described == list(expected)[1:], "every argument has a comment"
+
+
+def test_what_both_strategies_have_is_the_same() -> None:
+    own, megatron = arguments(ReplicaZeroStrategy), arguments(MegatronReplicaStrategy)
+    differing = {name for name in own.keys() & megatron.keys() if own[name] != megatron[name]}
+    assert differing == {"reduce_dtype"}  # megatron-core adds up in 32 bits
+    lacking = {"partition", "state_dict_type", "tensor_parallel_size", "uneven_inputs", "divide_by_initial_world_size"}
+    assert own.keys() - megatron.keys() == lacking
+
+
+def test_the_table_of_options_is_right(readme: str) -> None:
+    rows = [line.split("|")[1] for line in readme.splitlines() if re.match(r"\| `\w+=", line)]
+    found = [(name, ast.literal_eval(value)) for row in rows for name, value in re.findall(r"`(\w+)=([^`]+)`", row)]
+    options = arguments(ReplicaZeroStrategy)
+    assert len(found) > 15
+    assert [each for each in found if options[each[0]][1] != each[1]] == []
 
 
 @pytest.mark.parametrize(
