@@ -73,7 +73,7 @@ def test_what_both_strategies_have_is_the_same() -> None:
 
 def test_the_table_of_options_is_right(readme: str) -> None:
     rows = [line.split("|")[1] for line in readme.splitlines() if re.match(r"\| `\w+=", line)]
-    found = [(name, ast.literal_eval(value)) for row in rows for name, value in re.findall(r"`(\w+)=([^`]+)`", row)]
+    found = [(name, ast.literal_eval(value)) for row in rows for name, value in re.findall(r"`(\w+)=([^`\s]+)`", row)]
     options = arguments(ReplicaZeroStrategy)
     assert len(found) > 15
     assert [each for each in found if options[each[0]][1] != each[1]] == []
