@@ -1,9 +1,9 @@
 """Private names of torch's DataLoader."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader
 
@@ -103,10 +103,10 @@ def _is_well(worker: Any) -> bool:
     if not worker.is_alive():
         return bool(worker.exitcode == 0)
     try:
-        state = Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:  # not on Linux, or the worker has just ended
+        status = psutil.Process(worker.pid).status()
+    except psutil.Error:  # it has just ended
         return True
-    return state not in "Tt"
+    return status not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:

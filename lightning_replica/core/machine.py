@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import psutil
+
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -15,9 +17,10 @@ def machine() -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process of this machine has ended. False where that cannot be seen."""
+    """Return whether a process of this machine has ended, also if nobody has asked how."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return _BOOT.exists()
-    return state in "ZX"  # nobody has asked how it ended yet
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False

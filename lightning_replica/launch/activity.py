@@ -1,13 +1,11 @@
 """Whether a process is at work: what it and its descendants have used of the machine, as the kernel counts it."""
 
 import contextlib
-import os
-import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-_TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+import psutil
+
 _AT_WORK: Final = 0.02  # share of a processor; threads that only poll now and then use less
 _AT_WORK_BYTES: Final = 2**20
 
@@ -27,7 +25,7 @@ class Activity:
     @classmethod
     def of(cls, process: int) -> "Activity":
         """Return what ``process`` and its descendants have used; zero where the kernel does not say."""
-        tree = [process, *_descendants(process)]
+        tree = _tree(process)
         return cls(sum(map(_processor_s, tree)), sum(map(_file_bytes, tree)))
 
     def is_work_since(self, before: "Activity", seconds: float) -> bool:
@@ -36,32 +34,38 @@ class Activity:
         return busy or self.file_bytes - before.file_bytes > _AT_WORK_BYTES
 
 
-def state_of(process: int) -> str:
-    """Return the state of a process as one letter, as in /proc; empty if there is no such process."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+def status_of(process: int) -> str:
+    """Return the status of a process, as `psutil` calls it; empty if there is no such process."""
+    with contextlib.suppress(psutil.Error):
+        return str(psutil.Process(process).status())
     return ""
 
 
-def _descendants(process: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with contextlib.suppress(OSError):
-                for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
-                    found += [int(child), *_descendants(int(child))]
-    return found
+def is_halted(process: int) -> bool:
+    """Return whether a signal or a tracer has stopped a process."""
+    return status_of(process) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
-def _processor_s(process: int) -> float:
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-        return sum(map(int, fields[11:15])) / _TICKS  # its own, and that of children which have ended
+def has_ended(process: int) -> bool:
+    """Return whether a process has ended, though nobody has asked how."""
+    return status_of(process) in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def _tree(process: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(process)
+        return [root, *root.children(recursive=True)]
+    return []
+
+
+def _processor_s(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.Error):
+        return float(sum(process.cpu_times()[:4]))  # its own, and that of children which have ended
     return 0.0
 
 
-def _file_bytes(process: int) -> int:
-    with contextlib.suppress(OSError):
-        counted = Path(f"/proc/{process}/io").read_text()
-        return sum(int(number) for number in re.findall(r"^[rw]char: (\d+)", counted, re.MULTILINE))
+def _file_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error, AttributeError):  # only Linux counts them
+        counted: Any = process.io_counters()
+        return int(counted.read_chars + counted.write_chars)
     return 0

@@ -9,7 +9,9 @@ stack, and ends no rank. If not, the rank hangs.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from lightning_replica.launch.activity import Activity, state_of
+import psutil
+
+from lightning_replica.launch.activity import Activity, status_of
 from lightning_replica.launch.beacons import HangLimits
 
 
@@ -47,7 +49,7 @@ class SetUp:
             processes: Process ids, by rank.
             now: The time.
         """
-        found = {rank: process for rank, process in processes.items() if state_of(process) == "T"}
+        found = {rank: process for rank, process in processes.items() if status_of(process) == psutil.STATUS_STOPPED}
         self._stopped = {process: self._stopped.get(process, now) for process in found.values()}
         if len(found) == len(processes):
             return ()

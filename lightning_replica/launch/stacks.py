@@ -17,14 +17,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+import psutil
+
 from lightning_replica.core.user_code import is_users
-from lightning_replica.launch.activity import state_of
+from lightning_replica.launch.activity import has_ended, is_halted, status_of
 from lightning_replica.launch.beacons import Slot
 
 SIGNAL: Final = signal.SIGURG
 PATIENCE_S = 1.0
 _PAUSE_S: Final = 0.1  # `faulthandler` writes without a pause, so a text that has not grown for so long is complete
-_STATES: Final = {"T": "stopped by a signal", "t": "stopped by a tracer", "D": "in a system call that does not return"}
+_STATES: Final = {
+    psutil.STATUS_STOPPED: "stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "stopped by a tracer",
+    psutil.STATUS_DISK_SLEEP: "in a system call that does not return",
+}
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 COLLECTIVES = tuple(
@@ -75,7 +81,7 @@ class Stack:
 
     Attributes:
         text: Stacks of all its threads; empty if the rank did not answer.
-        state: State of its process in /proc, as one letter; empty if there is none.
+        state: Status of its process, as `psutil` calls it; empty if there is none.
         traced: Whether a debugger is attached.
         frames: The stack of its main thread, innermost first.
         stopped: Stopped processes that the rank has started. It may wait for them, as for a DataLoader's workers.
@@ -185,7 +191,7 @@ def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: 
 
 
 def _is_stopped(process: int) -> bool:
-    return state_of(process) in tuple("TtZX")
+    return is_halted(process) or has_ended(process)
 
 
 def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path) -> None:
@@ -202,7 +208,7 @@ def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path
 def _stack(slot: Slot, text: str) -> Stack:
     process = slot.process
     frames = tuple(replace(each, file=_resolved(each.file, process)) for each in parse(text, slot.thread))
-    return Stack(text, state_of(process), _is_traced(process), frames, _stopped_children(process))
+    return Stack(text, status_of(process), _is_traced(process), frames, _stopped_children(process))
 
 
 def _resolved(file: str, process: int) -> str:
@@ -221,10 +227,8 @@ def _open(slot: Slot) -> int:
 
 
 def _stopped_children(process: int) -> tuple[int, ...]:
-    with contextlib.suppress(OSError):
-        threads = Path(f"/proc/{process}/task").iterdir()
-        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-        return tuple(child for child in children if state_of(child) in tuple("Tt"))
+    with contextlib.suppress(psutil.Error):
+        return tuple(child.pid for child in psutil.Process(process).children() if is_halted(child.pid))
     return ()
 
 
