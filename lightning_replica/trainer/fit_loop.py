@@ -486,7 +486,7 @@ class ReplicaEpochLoop(_HasStrategy, _TrainingEpochLoop):
 
         def prepare() -> None:
             training.before_backward(accumulating=False)
-            training.after_backward()
+            training.after_backward(accumulating=False)
             _call_callback_hooks(trainer, "on_after_backward")
             _call_lightning_module_hook(trainer, "on_after_backward")
 

@@ -138,7 +138,7 @@ class Training:
         self._planned: PlannedSave | None = None
         self._may_change_weights = may_change_weights(trainer, module)
         self._weights_touched = True  # code before the first step may have changed weights
-        self._accumulating = self._window_is_open = self._released = False
+        self._window_is_open = self._released = False
         self._hooks = Hooks(trainer, self.device)
         self._incidents = Incidents(trainer, session, self._hooks)
         self.records = Records(trainer, session, inexact.report)
@@ -228,14 +228,13 @@ class Training:
 
     def before_backward(self, accumulating: bool, loss: Tensor | None = None) -> None:
         """Prepare reductions that overlap the backward pass."""
-        self._accumulating = accumulating
         if loss is not None and self.recoverable:
             self._repeated.add(loss)
         self.state.before_backward(reduce=not accumulating)
 
-    def after_backward(self) -> None:
+    def after_backward(self, accumulating: bool) -> None:
         """Complete a backward pass, before the hooks that follow it."""
-        self.state.after_backward(reduce=not self._accumulating)
+        self.state.after_backward(reduce=not accumulating)
 
     def unscale(self, optimizer: Optimizer, scale: float) -> None:
         """Divide the whole gradient of an optimizer by the loss scale."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -66,6 +67,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _RepeatedTail:
+    """The tail of a step that is done again: its update has been made.
+
+    Attributes:
+        snapshot: What was taken when the commit was entered.
+        reached: Whether the user's code has called `optimizer_step` again.
+    """
+
+    snapshot: Snapshot
+    reached: bool = False
 
 
 class ReplicaZeroStrategy(ParallelStrategy):
@@ -200,8 +214,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         self._mesh: DeviceMesh | None = None
         self._checkpoints = Checkpoints(self._tensor.form_of_checkpoints(state_dict_type, partition))
         self._accumulating = False
-        self._step_done: Snapshot | None = None  # the tail that is done again
-        self._step_reached = False
+        self._repeated_tail: _RepeatedTail | None = None
 
     def __repr__(self) -> str:
         """Say which package of Lightning this object is for: the other one shows it in its error."""
@@ -514,14 +527,14 @@ class ReplicaZeroStrategy(ParallelStrategy):
         """Run ``backward`` and the reduction of the gradients that it computes from ``loss``."""
         self.training.before_backward(self._accumulating, loss)
         backward()
-        self.training.after_backward()
+        self.training.after_backward(self._accumulating)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make one step. In a tail that is done again, only return the result of the closure."""
-        if self._step_done is None:
+        if self._repeated_tail is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._step_reached = True
-        self.training.return_to_commit(self._step_done)
+        self._repeated_tail.reached = True
+        self.training.return_to_commit(self._repeated_tail.snapshot)
         return closure()
 
     @contextmanager
@@ -530,12 +543,12 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
         What the hooks have done before they call `optimizer_step` is in the snapshot ``tail``, so it is undone there.
         """
-        self._step_done, self._step_reached = tail, False
+        self._repeated_tail = repeated = _RepeatedTail(tail)
         try:
             yield
         finally:
-            self._step_done = None
-        if not self._step_reached:
+            self._repeated_tail = None
+        if not repeated.reached:
             self.report_inexact(
                 f"`optimizer_step` of {type(self.lightning_module).__name__}",
                 "it has made a step, and did not call the strategy when it was called again after a fault, because"
