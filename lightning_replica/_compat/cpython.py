@@ -1,11 +1,21 @@
-"""What CPython keeps of built-in objects and does not tell, and what is wrong with some of its versions."""
+"""What CPython keeps of built-in objects and does not tell, and what is wrong with some of its versions.
+
+[Note: forks that hang]
+In Python before 3.10.15, and in 3.11.7 and earlier versions of 3.11, a process that is forked while another thread
+begins to use Python waits for ever, in the fork, for a lock that the other thread held (python/cpython#112275).
+Threads of gloo begin to use Python when they drop the last reference to a tensor, so a worker of a DataLoader may
+hang, and torch waits for it. Later versions make the lock anew in the child before they use it. So does `mend_forks`;
+where that is done already, it does no harm.
+"""
 
 import ctypes
+import os
 import sys
 from typing import Any, Final
 
-FORKS_MAY_HANG: Final = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 7)
-"""Whether a forked process may wait for ever for a lock of another thread: python/cpython#112275."""
+# What `_PyRuntime` begins with in versions whose forks may hang. An address and the lock follow.
+_FLAGS: Final = {(3, 10): (0, 1, 1, 1), (3, 11): (1, 0, 1, 1, 1)}
+_mended: list[Any] = []  # what the C library calls, which nothing else refers to
 
 # Of a set, behind the head of every object: how many slots are filled, and used, a mask, the table, a hash, a finger.
 _FINGER: Final = object.__basicsize__ + 5 * ctypes.sizeof(ctypes.c_ssize_t)
@@ -31,3 +41,47 @@ def _is_known() -> bool:
 
 
 _IS_KNOWN: Final = _is_known()
+
+
+def mend_forks() -> bool:
+    """Keep forks of this process from hanging, and return whether they end now. See [Note: forks that hang].
+
+    False if this version may have the fault, and the lock is not found, or the C library is not glibc.
+    """
+    if sys.version_info[:2] not in _FLAGS or _mended:
+        return True
+    lock, libc = _lock_of_threads(), ctypes.CDLL(None)
+    if lock is None or not hasattr(libc, "__register_atfork"):
+        return False
+    api = ctypes.pythonapi
+    api.PyThread_allocate_lock.restype = ctypes.c_void_p
+    api.PyThread_free_lock.argtypes = [ctypes.c_void_p]
+    spare: list[int] = []  # of the fork under way; a fork by other means than Python's has none
+
+    def put_new_lock() -> None:
+        if spare:
+            lock.value = spare[0]
+
+    child = ctypes.PYFUNCTYPE(None)(put_new_lock)
+    libc["__register_atfork"](None, None, child, None)
+    os.register_at_fork(
+        before=lambda: spare.append(api.PyThread_allocate_lock()),
+        after_in_parent=lambda: api.PyThread_free_lock(spare.pop()),
+        after_in_child=spare.clear,
+    )
+    _mended.append(child)
+    return True
+
+
+def _lock_of_threads() -> ctypes.c_void_p | None:
+    """Return where the address of the lock stands; None if `_PyRuntime` does not look as expected."""
+    flags = _FLAGS.get(sys.version_info[:2])
+    if flags is None or not hasattr(ctypes.pythonapi, "_PyRuntime"):
+        return None
+    start = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
+    size = ctypes.sizeof(ctypes.c_void_p)
+    end = -(-ctypes.sizeof(ctypes.c_int) * len(flags) // size) * size
+    found = tuple((ctypes.c_int * len(flags)).from_address(start))
+    finalizing = ctypes.c_void_p.from_address(start + end).value
+    lock = ctypes.c_void_p.from_address(start + end + size)
+    return lock if found == flags and finalizing is None and lock.value is not None else None

@@ -63,11 +63,6 @@ def replace_check_for_deaths(check: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
-def workers_of(iterator: Any) -> list[Any]:
-    """Return the processes of a DataLoader's iterator."""
-    return list(getattr(iterator, "_workers", ()))
-
-
 def end_workers(iterator: Any) -> None:
     """Shut down the workers of a DataLoader's iterator, if it has any, and wait until they have ended.
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from lightning_replica._compat.cpython import FORKS_MAY_HANG
 from lightning_replica._compat.packages import LIGHTNING, chosen
 from lightning_replica._compat.versions import TESTED, is_newer_than_tested, supports
 from lightning_replica._version import __version__
@@ -33,7 +32,7 @@ _SMOKE_TIMEOUT_S = 180
 def versions() -> Iterator[Check]:
     """Check Python, the system, and whether the packages have the versions that this package requires."""
     yield Check("system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    yield _python(platform.python_version())
+    yield _tested("python", platform.python_version())
     yield Check("lightning_replica", "ok", __version__)
     for wanted in map(_of_this_process, _requirements()):
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
@@ -47,16 +46,6 @@ def versions() -> Iterator[Check]:
             yield _tested(wanted.name, found)
         else:
             yield Check(wanted.name, "failed", found, f'Install a supported version: pip install "{wanted}"')
-
-
-def _python(found: str) -> Check:
-    if FORKS_MAY_HANG:
-        advice = (
-            "A worker of a DataLoader may hang in its fork (python/cpython#112275). It is killed after 30 s, and the"
-            " run recovers from that. 3.10.15, 3.11.7 and later versions have no such fault."
-        )
-        return Check("python", "note", found, advice)
-    return _tested("python", found)
 
 
 def _tested(package: str, found: str) -> Check:

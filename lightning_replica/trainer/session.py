@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_replica._compat.cpython import mend_forks
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import chosen
 from lightning_replica.control import agreement, keys, planned_save
@@ -74,6 +75,8 @@ class Session:
         self.rank, self.options, self.fits = rank, options, 0
         self._compared: dict[str, str] | None = None
         planned_save.ignore()
+        if not mend_forks():
+            log.warning("a worker of a DataLoader may hang in its fork in this version of Python: use a later one")
         is_replacement = rank_context.generation > 0
         _refuse_shared_devices(rank_context, device)
         self._show_progress(is_replacement)

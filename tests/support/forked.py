@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_replica._compat.cpython import mend_forks
+
 # The rest is what fits import on their way: megatron-core takes two seconds, Lightning's look for object storage a
 # third of one.
 _PRELOAD = [
@@ -32,6 +34,7 @@ def context() -> Any:
 
 
 def _enter(environment: dict[str, str], log: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    mend_forks()  # those of DDP, too
     gc.freeze()  # or the first full collection looks at all that was imported, and so copies 100 MB of its pages
     finalize: Any = weakref.finalize
     for known in finalize._registry:  # torch's libraries, which would be taken apart function by function

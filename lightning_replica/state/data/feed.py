@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_replica._compat.loading import end_workers, forget_workers, workers_of
+from lightning_replica._compat.loading import end_workers, forget_workers
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.state.data.deaths import loading
-from lightning_replica.state.data.forks import Forks, forks_of
 from lightning_replica.state.data.indices import Indices
 from lightning_replica.state.data.loader_state import LoaderState
 from lightning_replica.state.data.sources import Copied
@@ -56,7 +55,6 @@ class Feed:
         self._equipped: Any = None
         self._indices = Indices(())
         self._states: WorkerStates | None = None
-        self._forks: Forks | None = None
         self._live: Iterator[Any] | None = None
         self.seeded: bytes | None = None
 
@@ -167,8 +165,6 @@ class Feed:
     def close(self) -> None:
         """Shut down the workers; the garbage collector would take seconds, or for ever if a worker was stopped."""
         live, self._live, self._equipped, self._states = self._live, None, None, None
-        if self._forks is not None:
-            self._forks.end()
         end_workers(live)
         if not self._equips and isinstance(self._loader, DataLoader):
             forget_workers(self._loader)
@@ -207,15 +203,11 @@ class Feed:
             self._states = states = WorkerStates(
                 equipped, start, state_at_start, self._rng_state, self._set_rng_state, copied
             )
-            self._forks = forks = forks_of(equipped)
-            equipped.worker_init_fn = states.init if forks is None else forks.before(states.init)
-            equipped.collate_fn = states
+            equipped.worker_init_fn, equipped.collate_fn = states.init, states
         if self.lasts and seeded is None:
             self._indices.before_seed = self._note_seed
         with self._seed_from(seeded):
             self._live = self._start()
-        if self._forks is not None:
-            self._forks.watch(workers_of(self._live))
 
     def _start(self) -> Iterator[Any]:
         with self._broken_if_it_raises():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica._compat.loading import end_workers
 from lightning_replica.errors import WorkerDiedError
-from lightning_replica.state.data import deaths, forks
+from lightning_replica.state.data import deaths
 from tests.state.data import traps
 from tests.state.data.traps import BATCHES, Plan, Trap
 from tests.support import world
@@ -111,29 +111,6 @@ def test_a_stopped_worker_that_nobody_waits_for(tmp_path: Path) -> None:
     outcome.assert_same(expected)
     assert outcome.said == []
     assert is_gone(int((tmp_path / "stopped" / "trap0").read_text()))
-
-
-def hangs_in_a_fork(plan: Plan, out: Path) -> None:
-    """As in Python 3.10.13: a worker of rank 1 never comes out of the fork."""
-    forks.MAY_HANG, forks._BEGIN_S = True, 2.0  # type: ignore[misc]
-    marker = out / "hangs"
-
-    def hang() -> None:
-        if os.environ["LOCAL_RANK"] == "1" and traps.epoch(out, 1, "train") == 1 and not marker.exists():
-            marker.write_text(str(os.getpid()))
-            signal.pause()
-
-    os.register_at_fork(after_in_child=hang)
-    traps.train(plan, out)
-
-
-@pytest.mark.parametrize("plan", LOADERS[::2], ids=str)
-def test_a_worker_that_hangs_in_its_fork(plan: Plan, untouched: Any, tmp_path: Path) -> None:
-    outcome = world.run(plan, tmp_path, target=hangs_in_a_fork)
-    outcome.assert_same(untouched(str(plan)))
-    assert outcome.said == []
-    assert is_gone(int((tmp_path / "hangs").read_text()))
-    assert "has not begun within 2 s, and is killed" in outcome.logs
 
 
 WITHOUT = [Plan(data=data, workers=0) for data in ("map", "iterable")]
