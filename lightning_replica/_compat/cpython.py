@@ -11,6 +11,7 @@ where that is done already, it does no harm.
 import ctypes
 import os
 import sys
+from functools import partial
 from typing import Any, Final
 
 # What `_PyRuntime` begins with in versions whose forks may hang. An address and the lock follow.
@@ -56,20 +57,26 @@ def mend_forks() -> bool:
     api = ctypes.pythonapi
     api.PyThread_allocate_lock.restype = ctypes.c_void_p
     api.PyThread_free_lock.argtypes = [ctypes.c_void_p]
-    spare: list[int] = []  # of the fork under way; a fork by other means than Python's has none
+    copy = ctypes.PyDLL(None).memmove
+    copy.argtypes, copy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+    size = ctypes.sizeof(ctypes.c_void_p)
+    spare = ctypes.c_void_p(lock.value)  # a fork by other means than Python's leaves the lock as it is
 
-    def put_new_lock() -> None:
-        if spare:
-            lock.value = spare[0]
+    def before() -> None:
+        spare.value = api.PyThread_allocate_lock()
 
-    child = ctypes.PYFUNCTYPE(None)(put_new_lock)
+    def in_parent() -> None:
+        api.PyThread_free_lock(spare)
+        spare.value = lock.value
+
+    def in_child() -> None:
+        spare.value = lock.value
+
+    # No line of Python may run in the child by then: the interpreter would wait for threads that are not there.
+    child = ctypes.PYFUNCTYPE(None)(partial(copy, ctypes.addressof(lock), ctypes.addressof(spare), size))
     libc["__register_atfork"](None, None, child, None)
-    os.register_at_fork(
-        before=lambda: spare.append(api.PyThread_allocate_lock()),
-        after_in_parent=lambda: api.PyThread_free_lock(spare.pop()),
-        after_in_child=spare.clear,
-    )
-    _mended.append(child)
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+    _mended.extend((child, spare))
     return True
 
 
