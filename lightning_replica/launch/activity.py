@@ -34,23 +34,6 @@ class Activity:
         return busy or self.file_bytes - before.file_bytes > _AT_WORK_BYTES
 
 
-def status_of(process: int) -> str:
-    """Return the status of a process, as `psutil` calls it; empty if there is no such process."""
-    with contextlib.suppress(psutil.Error):
-        return str(psutil.Process(process).status())
-    return ""
-
-
-def is_halted(process: int) -> bool:
-    """Return whether a signal or a tracer has stopped a process."""
-    return status_of(process) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-
-
-def has_ended(process: int) -> bool:
-    """Return whether a process has ended, though nobody has asked how."""
-    return status_of(process) in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-
-
 def _tree(process: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(process)

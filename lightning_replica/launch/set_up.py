@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from lightning_replica.launch.activity import Activity, status_of
+from lightning_replica.core.machine import status_of
+from lightning_replica.launch.activity import Activity
 from lightning_replica.launch.beacons import HangLimits
 
 

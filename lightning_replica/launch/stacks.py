@@ -19,8 +19,8 @@ from typing import Final, Literal, TypeAlias
 
 import psutil
 
+from lightning_replica.core.machine import has_ended, is_stopped, status_of
 from lightning_replica.core.user_code import is_users
-from lightning_replica.launch.activity import has_ended, is_halted, status_of
 from lightning_replica.launch.beacons import Slot
 
 SIGNAL: Final = signal.SIGURG
@@ -181,7 +181,7 @@ def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: 
                 text = os.pread(files[rank], 2**20, sizes[rank])
                 if text != texts[rank]:
                     texts[rank], grew[rank] = text, time.monotonic()
-                elif time.monotonic() > grew[rank] + _PAUSE_S if text else _is_stopped(slots[rank].process):
+                elif time.monotonic() > grew[rank] + _PAUSE_S if text else _writes_nothing(slots[rank].process):
                     waiting.discard(rank)
     finally:
         for file in files.values():
@@ -190,8 +190,8 @@ def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: 
     return {rank: _stack(slot, texts[rank].decode(errors="replace")) for rank, slot in slots.items()}
 
 
-def _is_stopped(process: int) -> bool:
-    return is_halted(process) or has_ended(process)
+def _writes_nothing(process: int) -> bool:
+    return is_stopped(process) or has_ended(process)
 
 
 def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path) -> None:
@@ -228,7 +228,7 @@ def _open(slot: Slot) -> int:
 
 def _stopped_children(process: int) -> tuple[int, ...]:
     with contextlib.suppress(psutil.Error):
-        return tuple(child.pid for child in psutil.Process(process).children() if is_halted(child.pid))
+        return tuple(child.pid for child in psutil.Process(process).children() if is_stopped(child.pid))
     return ()
 
 

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from lightning_replica._compat.packages import chosen
 from lightning_replica.control import keys
+from lightning_replica.core.machine import is_stopped
 from lightning_replica.core.messages import warn
 from lightning_replica.core.orphans import born_mortal
-from lightning_replica.launch.activity import is_halted
 from lightning_replica.launch.environment import allocator, hash_seed
 from lightning_replica.launch.waiting import search_path
 from lightning_replica.stores.interface import Store
@@ -192,7 +192,7 @@ class _Standby:
         """Make it a rank. Return False if it has died or is stopped."""
         if self.process.poll() is not None:
             return False
-        if is_halted(self.process.pid):
+        if is_stopped(self.process.pid):
             self.end()
             return False
         order = {"command": list(command), "cwd": cwd, "environment": environment}
