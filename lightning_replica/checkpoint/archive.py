@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import IO
 
 from lightning_replica.checkpoint.location import Location, Url
-from lightning_replica.checkpoint.place import damaged
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.storage import damaged
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.errors import CheckpointError
 
 _BEGINS = b"PK\x03\x04"
@@ -27,7 +27,7 @@ _READER = "PytorchStreamReader"  # the beginning of the errors of torch's archiv
 
 def can_be_checked(path: Location) -> bool:
     """Return whether ``path`` is a file or object that can be read twice. torch itself downloads HTTP URLs."""
-    return not (isinstance(path, Url) and path.is_web) and place_of(path).is_file()
+    return not (isinstance(path, Url) and path.is_web) and storage_of(path).is_file()
 
 
 def check_archive(path: Location) -> None:
@@ -40,7 +40,7 @@ def check_archive(path: Location) -> None:
         CheckpointError: If the file is damaged. The message names the damaged record, if one can be named.
         OSError: If there is no such file, or it cannot be opened.
     """
-    with place_of(path).open() as stream:
+    with storage_of(path).open() as stream:
         problem = damage_in(stream)
     if problem:
         raise damaged(path, problem)

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_replica._compat.torch import ignore_warnings_of_dcp, read_dcp_metadata
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.manifest import FileInfo
-from lightning_replica.checkpoint.place import Files, Readable
-from lightning_replica.checkpoint.places import files_of
 from lightning_replica.checkpoint.publish import naming, sync
+from lightning_replica.checkpoint.storage import Files, Readable
+from lightning_replica.checkpoint.which_storage import files_of
 from lightning_replica.devices.host import on_host
 from lightning_replica.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_replica.checkpoint import verification
 from lightning_replica.checkpoint.boxes import Box
-from lightning_replica.checkpoint.place import Readable, damaged
+from lightning_replica.checkpoint.storage import Readable, damaged
 from lightning_replica.core import plain
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError

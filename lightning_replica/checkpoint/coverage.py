@@ -6,7 +6,7 @@ from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint import verification
 from lightning_replica.checkpoint.contents import CONTENTS, Contents, dtype_name
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
-from lightning_replica.checkpoint.place import Readable, damaged
+from lightning_replica.checkpoint.storage import Readable, damaged
 
 if TYPE_CHECKING:  # the import takes a quarter of a second; only code that looks into a checkpoint pays it
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata

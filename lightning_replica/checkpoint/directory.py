@@ -22,8 +22,8 @@ from lightning_replica.checkpoint import coverage, verification
 from lightning_replica.checkpoint.contents import PLAIN, read_contents, read_plain
 from lightning_replica.checkpoint.location import Given, Location, Url, locate
 from lightning_replica.checkpoint.manifest import MANIFEST, Lineage, Manifest
-from lightning_replica.checkpoint.place import STEP, TRACKER, Readable
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.storage import STEP, TRACKER, Readable
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.core import checks
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
@@ -74,8 +74,8 @@ class CheckpointDirectory:
 
     def __init__(self, path: Given) -> None:
         self.path = locate(path)
-        self._place = place_of(self.path)
-        self._place.check_installed()
+        self._storage = storage_of(self.path)
+        self._storage.check_installed()
 
     def path_of(self, step: int) -> Location:
         """Return where the checkpoint of ``step`` is written."""
@@ -93,14 +93,14 @@ class CheckpointDirectory:
                 of the names.
         """
         try:
-            halves = self._place.prepare()
+            halves = self._storage.prepare()
         except (OSError, CheckpointError) as error:
             raise ConfigurationError(
                 f"dirpath={str(self.path)!r} cannot be written to: {error} Choose another directory."
             ) from error
         for name in halves:
             path = self.path / name
-            self._place.settle(name, None if examine(path).problem else verification.published(path).directory)
+            self._storage.settle(name, None if examine(path).problem else verification.published(path).directory)
 
     def track(self, name: str) -> None:
         """Make the tracker name the checkpoint ``name``, atomically.
@@ -108,13 +108,13 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: If ``name`` is not a whole checkpoint of this directory.
         """
-        _check(self._place.child(name))
-        self._place.write(TRACKER, f"{name}\n".encode())
+        _check(self._storage.child(name))
+        self._storage.write(TRACKER, f"{name}\n".encode())
 
     @property
     def tracked(self) -> str | None:
         """The text of the tracker, not checked; None if there is no tracker."""
-        content = self._place.read(TRACKER)
+        content = self._storage.read(TRACKER)
         return None if content is None else content.decode(errors="replace").strip()
 
     def latest(self, verify: bool = False) -> Latest:
@@ -136,10 +136,10 @@ class CheckpointDirectory:
 
     def listed(self) -> Iterator["Entry | _Aged"]:
         """Yield all checkpoints with their age, unchecked; those whose age cannot be read as an `Entry`."""
-        for name in self._place.names():
+        for name in self._storage.names():
             path = self.path / name
             try:
-                found = _version_to_read(self._place.child(name))
+                found = _version_to_read(self._storage.child(name))
                 yield _Aged(verification.read_manifest(found), path, found)
             except Exception as error:  # after any error, other checkpoints may still be whole
                 yield Entry(path, None, _said(path, error))
@@ -171,7 +171,7 @@ class CheckpointDirectory:
         tracked = self.tracked
         removed = [path for path in whole[keep_last:] if path.name != tracked]
         for path in removed:
-            self._place.discard(path.name)
+            self._storage.discard(path.name)
         return removed
 
     def tracker_problems(self, chosen: Location | None, known: list[str]) -> list[str]:
@@ -185,7 +185,7 @@ class CheckpointDirectory:
         if name is None or (chosen is not None and (name, self.path) == (chosen.name, chosen.parent)):
             return []
         try:
-            _check(self._place.child(name))
+            _check(self._storage.child(name))
         except Exception as error:
             said = _said(self.path / name, error)
             more = ", which cannot be used." if said in known else f": {said}"
@@ -200,7 +200,7 @@ class _Aged:
     Attributes:
         manifest: Its manifest.
         path: The directory to load.
-        found: The place to read the checkpoint from.
+        found: Where to read the checkpoint from.
     """
 
     manifest: Manifest
@@ -278,7 +278,7 @@ def find(path: Given) -> tuple[Location, tuple[str, ...]]:
         CheckpointError: If there is none.
     """
     path = locate(path)
-    if not place_of(path).holds_others():
+    if not storage_of(path).holds_others():
         return verification.published(path).directory, ()
     latest = CheckpointDirectory(path).latest()
     if latest.path is None:

@@ -1,6 +1,6 @@
 """Checkpoints on a file system: directories that all ranks write into, and that are renamed on publication."""
 
-# ruff: noqa: D102 (`place` says what the methods do)
+# ruff: noqa: D102 (`storage` says what the methods do)
 
 import os
 from collections.abc import Sequence
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import IO
 
 from lightning_replica.checkpoint import lease, publish
+from lightning_replica.checkpoint.location import Location
 from lightning_replica.checkpoint.manifest import MANIFEST, WRITTEN, Manifest
-from lightning_replica.checkpoint.place import (
+from lightning_replica.checkpoint.storage import (
     FAILURES,
     PROBE,
     STEP,
     TRACKER,
     Destination,
     Files,
-    Place,
+    Storage,
     damaged,
     nothing_at,
     plain_name,
@@ -26,7 +27,7 @@ from lightning_replica.checkpoint.place import (
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
 
-class Disk(Place):
+class Disk(Storage):
     """A path on a file system. See `publish`."""
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +98,7 @@ class Disk(Place):
                 publish.discard(entry)
         return [entry.stem for entry in entries if entry.suffix == ".old" and STEP.fullmatch(entry.stem)]
 
-    def settle(self, name: str, whole: object) -> None:
+    def settle(self, name: str, whole: Location | None) -> None:
         path = self._path / name
         former = publish.aside(path)
         if not path.exists():
@@ -168,8 +169,8 @@ class _DirectoryOfAll(Destination):
             raise CheckpointError(str(error)) from error
         return str(self._stack.enter_context(publish.staged(self._path)))
 
-    def join(self, place: str) -> None:
-        self._directory = Path(place)
+    def join(self, directory: str) -> None:
+        self._directory = Path(directory)
 
     def deliver(self, files: Sequence[Path]) -> None:
         """Leave the files, which are in place."""

@@ -9,8 +9,8 @@ atomically. A file that cannot be read counts as no failures: a lost count costs
 import json
 
 from lightning_replica.checkpoint.location import Given, locate
-from lightning_replica.checkpoint.place import FAILURES
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.storage import FAILURES
+from lightning_replica.checkpoint.which_storage import storage_of
 
 
 class Failures:
@@ -22,7 +22,7 @@ class Failures:
 
     def __init__(self, path: Given) -> None:
         self.file = locate(path) / FAILURES
-        self._directory = place_of(locate(path))
+        self._directory = storage_of(locate(path))
 
     def add(self, step: int, why: str) -> int:
         """Count one more failure, and return how many came in a row at this step.

@@ -1,6 +1,6 @@
 """Checkpoints in a store of objects: every save is an attempt of its own. See [Note: attempts] in `attempts`."""
 
-# ruff: noqa: D102 (`place` says what the methods do)
+# ruff: noqa: D102 (`storage` says what the methods do)
 
 import logging
 import os
@@ -14,14 +14,23 @@ from lightning_replica.checkpoint import attempts, store
 from lightning_replica.checkpoint.attempts import Attempt, attempts_at, may_have
 from lightning_replica.checkpoint.location import Location, Url
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
-from lightning_replica.checkpoint.place import PROBE, STEP, Destination, Files, Place, damaged, nothing_at, plain_name
+from lightning_replica.checkpoint.storage import (
+    PROBE,
+    STEP,
+    Destination,
+    Files,
+    Storage,
+    damaged,
+    nothing_at,
+    plain_name,
+)
 from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 
-class ObjectStore(Place):
+class ObjectStore(Storage):
     """A URL in a store of objects."""
 
     def __init__(self, url: Url) -> None:
@@ -173,8 +182,8 @@ class _Upload(Destination):
         self._stack.push(self._give_up)
         return str(self._attempt)
 
-    def join(self, place: str) -> None:
-        self._attempt = Url(place)
+    def join(self, directory: str) -> None:
+        self._attempt = Url(directory)
 
     def deliver(self, files: Sequence[Path]) -> None:
         for file in files:

@@ -40,11 +40,11 @@ from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.location import Given, Location, locate
 from lightning_replica.checkpoint.manifest import FileInfo, Manifest, Provenance
 from lightning_replica.checkpoint.named_model import NamedModel
-from lightning_replica.checkpoint.place import Files
-from lightning_replica.checkpoint.places import place_of
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.resharding import Resharding
 from lightning_replica.checkpoint.sources import Boxes, Sources, is_needed
+from lightning_replica.checkpoint.storage import Files
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.checkpoint.writes import Writes, describe, group_names, weights_of
 from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError
@@ -181,7 +181,7 @@ def write(staged: Staged, barrier: Barrier) -> None:
     Raises:
         CheckpointError: On every rank, if any rank failed. A checkpoint published before stays.
     """
-    to = place_of(staged.path).destination()
+    to = storage_of(staged.path).destination()
 
     def write_part() -> tuple[int, str, dict[str, FileInfo], bytes]:
         for name, content in staged.files.items():

@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, READABLE, FileInfo, Manifest, parse
-from lightning_replica.checkpoint.place import Files, Readable, damaged
-from lightning_replica.checkpoint.places import files_of, place_of
+from lightning_replica.checkpoint.storage import Files, Readable, damaged
+from lightning_replica.checkpoint.which_storage import files_of, storage_of
 from lightning_replica.errors import CheckpointError
 
 _THREADS = 8  # at most; zlib and file reads release the GIL
@@ -24,7 +24,7 @@ def published(path: Readable) -> Files:
     """
     if isinstance(path, Files):
         return path
-    found = place_of(path).candidates()
+    found = storage_of(path).candidates()
     whole: list[tuple[tuple[int, ...], Files]] = []
     for each in found if len(found) > 1 else ():
         with suppress(CheckpointError):

@@ -44,11 +44,11 @@ def run(options: argparse.Namespace) -> int:
         CheckpointError: If there is no checkpoint, or no whole one in a directory of checkpoints.
     """
     from lightning_replica.checkpoint.location import locate
-    from lightning_replica.checkpoint.places import place_of
+    from lightning_replica.checkpoint.which_storage import storage_of
     from lightning_replica.cli import one_file
 
     path = locate(options.checkpoint)
-    if place_of(path).is_file():
+    if storage_of(path).is_file():
         facts, problems = one_file.inspect(path, options.verify, options.tensors)
         if options.json:
             _write_json(problems, None, [facts])
@@ -61,9 +61,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _look_at_sharded(path: "Location", options: argparse.Namespace) -> int:
     from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, find
-    from lightning_replica.checkpoint.places import place_of
+    from lightning_replica.checkpoint.which_storage import storage_of
 
-    directory = CheckpointDirectory(path) if place_of(path).holds_others() else None
+    directory = CheckpointDirectory(path) if storage_of(path).holds_others() else None
     found, more = find(path)
     entries = [examine(found, options.verify)] if directory is None else list(directory.entries(options.verify))
     facts = [_facts(entry, options.tensors) for entry in entries]

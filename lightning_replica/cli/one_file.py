@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_replica.checkpoint.archive import damage_in
 from lightning_replica.checkpoint.location import Location
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.core.output import size, table
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
@@ -59,7 +59,7 @@ def inspect(path: Location, verify: bool, tensors: bool) -> tuple[dict[str, Any]
 
 def _opened(path: Location) -> AbstractContextManager[IO[bytes]]:
     try:
-        return place_of(path).open()
+        return storage_of(path).open()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
 from lightning_replica.checkpoint.location import Given, Location, locate
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.errors import CheckpointError
 
 
@@ -22,7 +22,7 @@ def write(path: Given, content: Mapping[str, Any]) -> None:
     stream = io.BytesIO()
     torch.save(dict(content), stream)
     packed = stream.getvalue()
-    place_of(locate(path)).replace(packed)
+    storage_of(locate(path)).replace(packed)
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def checked(path: Given) -> Iterator[None]:
         CheckpointError: If it is damaged, or a directory.
     """
     place: Location = locate(path)
-    if place_of(place).may_be_sharded():
+    if storage_of(place).may_be_sharded():
         raise CheckpointError(
             f"{place} is a directory, and Fabric reads one file. `lightning-replica export {place} FILE.ckpt` makes one"
             " of a sharded checkpoint of `lightning.Trainer`."

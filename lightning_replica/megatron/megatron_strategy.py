@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_replica._compat import megatron
 from lightning_replica._compat.lightning_names import Accelerator, CheckpointIO, ClusterEnvironment, Precision, pl
 from lightning_replica.checkpoint.location import Location
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.grids import Grids
@@ -232,7 +232,7 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
 
     def _of_own_part(self, checkpoint: dict[str, Any], path: Location) -> dict[str, Any]:
         module = self.lightning_module
-        if self._is_fitting or module is None or not place_of(path).may_be_sharded():
+        if self._is_fitting or module is None or not storage_of(path).may_be_sharded():
             return checkpoint
         return {**checkpoint, "state_dict": weights_of_part(path, self.part(), module, checkpoint["state_dict"])}
 

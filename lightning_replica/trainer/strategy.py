@@ -31,7 +31,7 @@ from lightning_replica._compat.packages import describe
 from lightning_replica._compat.swa import leave_functions_out_of_states
 from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
 from lightning_replica.checkpoint.location import Location, locate
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.control.run_on_rank0 import run_on_rank0
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
@@ -454,10 +454,10 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     @property
     def training(self) -> Training:
-        """The current fit.
+        """The fit that is under way, or the last one.
 
         Raises:
-            ReplicaError: If none is under way.
+            ReplicaError: Before the first.
         """
         if self._training is None:
             raise ReplicaError("There is no sharded state: it exists only while fitting.")
@@ -465,10 +465,10 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     @property
     def run_checkpoints(self) -> RunCheckpoints:
-        """What writes the checkpoints of callbacks.
+        """What writes the checkpoints of callbacks in the fit that is under way, or in the last one.
 
         Raises:
-            ReplicaError: If no fit is under way.
+            ReplicaError: Before the first.
         """
         if self._run_checkpoints is None:
             raise ReplicaError("Nothing can be saved: callbacks write checkpoints while fitting.")
@@ -670,7 +670,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
             ConfigurationError: If it is not of this model's parts.
         """
         path = locate(checkpoint_path)
-        if self._is_replacement and not place_of(path).exists():
+        if self._is_replacement and not storage_of(path).exists():
             return absent(path)
         checkpoint = self._checkpoints.open(path, self._is_fitting)
         if checkpoint is None:

@@ -14,7 +14,7 @@ from lightning_replica.checkpoint import store, verification
 from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.checkpoint.directory import CheckpointDirectory, find
 from lightning_replica.checkpoint.location import Url
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.errors import CheckpointError
 from tests.checkpoint.job import load_all, save_all
 from tests.checkpoint.small import directory_of, load, save
@@ -243,19 +243,19 @@ def test_what_cannot_be_written_is_found_at_the_start(bucket: str, monkeypatch: 
         CheckpointDirectory(bucket).latest()
     with pytest.raises(CheckpointError, match="could not be looked for: NoCredentialsError"):
         # fsspec says that there is none, and it would be loaded unchecked.
-        place_of(Url(f"{bucket}/last.ckpt")).exists()
+        storage_of(Url(f"{bucket}/last.ckpt")).exists()
     fsspec.filesystem("s3").clear_instance_cache()
 
 
 def test_an_ordinary_file_is_left_to_lightning(bucket: str) -> None:
     store.write(Url(f"{bucket}/last.ckpt"), b"of DDP")
-    assert place_of(Url(f"{bucket}/last.ckpt")).exists()
-    assert not place_of(Url(f"{bucket}/last.ckpt")).may_be_sharded()
-    assert not place_of(Url("https://example.org/last.ckpt")).may_be_sharded()
-    assert not place_of(Url(f"{bucket}/las")).exists()
-    assert place_of(Url(bucket)).may_be_sharded()
+    assert storage_of(Url(f"{bucket}/last.ckpt")).exists()
+    assert not storage_of(Url(f"{bucket}/last.ckpt")).may_be_sharded()
+    assert not storage_of(Url("https://example.org/last.ckpt")).may_be_sharded()
+    assert not storage_of(Url(f"{bucket}/las")).exists()
+    assert storage_of(Url(bucket)).may_be_sharded()
     with pytest.raises(ConfigurationError, match="needs a package that is not installed: Install ossfs"):
-        place_of(Url("oss://bucket/run")).may_be_sharded()
+        storage_of(Url("oss://bucket/run")).may_be_sharded()
 
 
 def test_memory_serves_one_process() -> None:

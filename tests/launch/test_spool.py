@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_replica.checkpoint.location import Url
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.launch import spool as module
 from lightning_replica.launch.spool import Spool
 
@@ -65,7 +65,7 @@ def test_what_a_killed_process_leaves_goes_with_the_next(old: bool, place: Path)
 
 def test_what_others_keep_in_the_same_place_stays() -> None:
     """Without a supervisor, a rank's files lie there until they are uploaded."""
-    with place_of(Url("memory://runs/step")).destination() as upload:
+    with storage_of(Url("memory://runs/step")).destination() as upload:
         upload.begin(first=False)
         make_old(upload.directory)
         Spool().close()

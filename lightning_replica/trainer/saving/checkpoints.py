@@ -18,7 +18,7 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Location
 from lightning_replica.checkpoint.manifest import Lineage, Provenance
 from lightning_replica.checkpoint.named_model import NamedModel
-from lightning_replica.checkpoint.places import place_of
+from lightning_replica.checkpoint.which_storage import storage_of
 from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.state.snapshot import Snapshot
@@ -272,7 +272,7 @@ class Checkpoints:
 
     def open(self, path: Location, fitting: bool) -> dict[str, Any] | None:
         """Return what a sharded checkpoint holds beside shards, or all of it outside of a fit; None for a full one."""
-        if not place_of(path).may_be_sharded():
+        if not storage_of(path).may_be_sharded():
             return None
         from lightning_replica.checkpoint.export import read_whole
         from lightning_replica.checkpoint.sharded import read_plain

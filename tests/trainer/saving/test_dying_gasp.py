@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.checkpoint.place import FAILURES
 from lightning_replica.checkpoint.publish import temporary_of
+from lightning_replica.checkpoint.storage import FAILURES
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world
 from tests.support.directories import names_in

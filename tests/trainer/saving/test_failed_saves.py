@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_replica import CheckpointPublisher, ConfigurationError
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.checkpoint.place import TRACKER
+from lightning_replica.checkpoint.storage import TRACKER
 from tests.support import job, world
 from tests.support.directories import names_in
 from tests.support.job import Case, Fault

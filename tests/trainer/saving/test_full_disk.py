@@ -13,7 +13,7 @@ import pytest
 
 from lightning_replica import CheckpointPublisher
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.checkpoint.place import FAILURES, TRACKER
+from lightning_replica.checkpoint.storage import FAILURES, TRACKER
 from lightning_replica.core.points import listen
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_replica import CheckpointPublisher
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.checkpoint.place import FAILURES
+from lightning_replica.checkpoint.storage import FAILURES
 from lightning_replica.exit_codes import GAVE_UP
 from tests.support import job, world
 from tests.support.directories import names_in

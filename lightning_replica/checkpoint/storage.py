@@ -1,4 +1,4 @@
-"""What a place of checkpoints can do: `disk` does it on a file system, and `object_store` in a store of objects."""
+"""What can be done where checkpoints are stored: `disk` is a file system, `object_store` a store of objects."""
 
 import re
 from abc import ABC, abstractmethod
@@ -88,25 +88,25 @@ class Destination(AbstractContextManager["Destination"], ABC):
 
     @abstractmethod
     def begin(self, first: bool) -> str:
-        """Create the place that this rank writes to.
+        """Create the directory that this rank writes to.
 
         Args:
-            first: Whether this is the first rank, which creates or names the common place of all ranks.
+            first: Whether this is the first rank, which creates or names the common directory of all ranks.
 
         Returns:
-            The common place, on the first rank; otherwise an empty string.
+            The common directory, on the first rank; otherwise an empty string.
 
         Raises:
             CheckpointError: If that fails.
         """
 
     @abstractmethod
-    def join(self, place: str) -> None:
-        """Use the common place that the first rank's `begin` returned. This cannot fail."""
+    def join(self, directory: str) -> None:
+        """Use the common directory that the first rank's `begin` returned. This cannot fail."""
 
     @abstractmethod
     def deliver(self, files: Sequence[Path]) -> None:
-        """Bring files of this rank to the place where they will be published.
+        """Bring files of this rank to the directory where they will be published.
 
         Raises:
             CheckpointError: If that fails.
@@ -124,7 +124,7 @@ class Destination(AbstractContextManager["Destination"], ABC):
         self._stack.__exit__(*raised)
 
 
-class Place(ABC):
+class Storage(ABC):
     """A location, and what can be done there: with one file, with a checkpoint, with a run's directory of checkpoints.
 
     Every method may raise a CheckpointError if a store does not answer.
@@ -186,7 +186,7 @@ class Place(ABC):
 
     @abstractmethod
     def check_installed(self) -> None:
-        """Check that a package is installed that reaches this place.
+        """Check that a package is installed that reaches this storage.
 
         Raises:
             ConfigurationError: If there is none.

@@ -1,16 +1,16 @@
-"""The place for a location: on a file system, or in a store of objects."""
+"""The storage of a location: a file system, or a store of objects."""
 
 from lightning_replica.checkpoint.disk import Disk
 from lightning_replica.checkpoint.location import Location, Url
 from lightning_replica.checkpoint.object_store import ObjectStore
-from lightning_replica.checkpoint.place import Files, Place, Readable
+from lightning_replica.checkpoint.storage import Files, Readable, Storage
 
 
-def place_of(location: Location) -> Place:
+def storage_of(location: Location) -> Storage:
     """Return what can be done at a location."""
     return ObjectStore(location) if isinstance(location, Url) else Disk(location)
 
 
 def files_of(directory: Readable) -> Files:
     """Return the files directly in ``directory``."""
-    return directory if isinstance(directory, Files) else place_of(directory).files()
+    return directory if isinstance(directory, Files) else storage_of(directory).files()
