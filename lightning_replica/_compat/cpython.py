@@ -12,6 +12,7 @@ import ctypes
 import os
 import sys
 from functools import partial
+from threading import get_ident
 from typing import Any, Final
 
 # What `_PyRuntime` begins with in versions whose forks may hang. An address and the lock follow.
@@ -51,32 +52,28 @@ def mend_forks() -> bool:
     """
     if sys.version_info[:2] not in _FLAGS or _mended:
         return True
-    lock, libc = _lock_of_threads(), ctypes.CDLL(None)
+    lock, libc = _lock_of_threads(), ctypes.PyDLL(None)
     if lock is None or not hasattr(libc, "__register_atfork"):
         return False
     api = ctypes.pythonapi
     api.PyThread_allocate_lock.restype = ctypes.c_void_p
-    api.PyThread_free_lock.argtypes = [ctypes.c_void_p]
-    copy = ctypes.PyDLL(None).memmove
+    spare = ctypes.c_void_p(api.PyThread_allocate_lock())  # the parent never takes it, so it is free in every child
+    copy, register, unregister = libc.memmove, libc["__register_atfork"], libc["__cxa_finalize"]
     copy.argtypes, copy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
-    size = ctypes.sizeof(ctypes.c_void_p)
-    spare = ctypes.c_void_p(lock.value)  # a fork by other means than Python's leaves the lock as it is
-
-    def before() -> None:
-        spare.value = api.PyThread_allocate_lock()
-
-    def in_parent() -> None:
-        api.PyThread_free_lock(spare)
-        spare.value = lock.value
-
-    def in_child() -> None:
-        spare.value = lock.value
-
+    register.argtypes, unregister.argtypes = [ctypes.c_void_p] * 4, [ctypes.c_void_p]
     # No line of Python may run in the child by then: the interpreter would wait for threads that are not there.
-    child = ctypes.PYFUNCTYPE(None)(partial(copy, ctypes.addressof(lock), ctypes.addressof(spare), size))
-    libc["__register_atfork"](None, None, child, None)
-    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
-    _mended.extend((child, spare))
+    mend = ctypes.PYFUNCTYPE(None)(partial(copy, ctypes.addressof(lock), ctypes.addressof(spare), ctypes.sizeof(lock)))
+
+    # Only while Python forks: in a fork by another library's thread, `mend` would wait for the interpreter for ever.
+    # The address of the thread stands for a library, whose handlers are removed together.
+    def before() -> None:
+        register(None, None, ctypes.cast(mend, ctypes.c_void_p), get_ident())
+
+    def after() -> None:
+        unregister(get_ident())
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)
+    _mended.extend((mend, spare))
     return True
 
 
